@@ -254,8 +254,8 @@ def test_user_defined_encoding_trains_in_other_processes(package: Path, capsys: 
     assert "capacity (digits)" in capsys.readouterr().out
     folders = sorted(path.name.rpartition("-")[0] for path in Path("out/runs").glob("digits-*"))
     assert folders == [f"digits-own_package.turns-Blocks-{size}-seed0" for size in (2, 4, 8)]
-    found = json.loads(Path("out/capacity-digits.json").read_text())["findings"]
-    assert any("own_package.turns:Spiral" in note for note in found["notes"])
+    left_out = json.loads(Path("out/capacity-digits.json").read_text())["left_out"]
+    assert any("own_package.turns:Spiral" in reason for reason in left_out)
 
 
 def test_library_imports_no_user_code(package: Path) -> None:

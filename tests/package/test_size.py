@@ -17,13 +17,13 @@ LINES = {
     "src/torchrope": 22309,
     "src/torchrope/ops": 6816,
     "src/torchrope/integrations": 6130,
-    "lab/src": 32151,
+    "lab/src": 31373,
     "tests": 24083,
-    "lab/tests": 25235,
+    "lab/tests": 24978,
     "benchmarks": 4500,
     "examples": 1000,
 }
-WORDS = 30280
+WORDS = 30273
 NAMES = 47
 
 

@@ -322,6 +322,7 @@ class StudyResult:
         conclusion: For a comparison, the dictionary of `Conclusion.as_dict`, whose sentence replaces the answer of the
             findings; None for other studies.
         unfinished: Requested runs that are missing.
+        left_out: What else was asked for and is missing, with the reason.
 
     Raises:
         ValueError: the conclusion cannot be read.
@@ -336,6 +337,7 @@ class StudyResult:
     run: RunFacts = field(default_factory=RunFacts)
     conclusion: Mapping[str, Any] | None = None
     unfinished: Sequence[str] = ()
+    left_out: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.conclusion is not None:

@@ -21,7 +21,6 @@ from torchrope_lab.data.strokes import KanjiStrokes, curves, points_along
 from torchrope_lab.data.tables import read_series, read_table
 from torchrope_lab.data.tokens import Cloud, CloudSet, RotationPlane, augment_points, measure_tokens, normal
 from torchrope_lab.data.transforms import shuffle_positions
-from torchrope_lab.studies.engine.folds import notes_of_data
 
 
 def load(name: str, root: Path, **options: Any) -> Any:
@@ -592,15 +591,6 @@ def test_example_of_several_files_is_in_one_part_and_fold(tmp_path: Path) -> Non
         of_train, of_val = ({name.rpartition(" ")[2] for name, _ in part.samples} for part in (train, val))
         assert of_train.isdisjoint(of_val)
         assert (len(of_train | of_val), len(train) + len(val)) == (20, 40)
-
-
-@pytest.mark.parametrize("folds", [{}, {"folds": 2}])
-def test_report_notes_examples_of_one_group(tmp_path: Path, folds: dict[str, int]) -> None:
-    alone, together = ("v0.csv",), ("v0.csv", "v1.csv")
-    for files, noted in ((alone, False), (together, True)):
-        root = visits(tmp_path / files[-1], files)
-        notes = notes_of_data(load("points", root, example="patient", label="diagnosis", **folds))
-        assert any("too narrow" in note for note in notes) == noted
 
 
 def test_example_of_both_parts_is_refused(tmp_path: Path) -> None:

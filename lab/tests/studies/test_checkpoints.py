@@ -146,7 +146,7 @@ def test_frequencies_of_files_are_those_of_their_models(tmp_path: Path, out: Pat
     expected = row_of(fourier.COLUMNS, fourier.heads_of([site], "", ""))
     for key in ("fit_outside", "back_width", "dimension", "heads"):
         assert rows["rope_mixed.pth"][key] == pytest.approx(expected[key])
-    assert "ape.safetensors left out: it has no rotary encoding." in found["notes"]
+    assert "ape.safetensors left out: it has no rotary encoding." in here.left_out
     assert any(
         row["panel"].startswith("rope_mixed.pth (RoPE-Mixed), checkpoint") for row in found["figures"][0]["rows"]
     )
@@ -170,7 +170,6 @@ def test_generators_of_a_run_are_those_of_its_folder_without_their_start(out: Pa
         assert read[key] == pytest.approx(own[key])
     assert {read[key] for key in ("start", "apart_start", "moved", "moved_low", "path")} == {None}
     assert read["verdict"] == "start unknown"
-    assert generators._ENDS_ALONE in found.notes
     assert "liere:8" in found.answer
     by_layer = kept(found)["figures"][0]["rows"]
     assert {row["when"] for row in by_layer if row["name"] == run.folder.name} == {"Trained"}
@@ -189,7 +188,7 @@ def test_files_without_runs_train_nothing_and_have_distinct_names(
         run.folder.name: "start unknown",
     }
     assert found.answer.startswith(f"The generators of {run.folder.name} are furthest from commuting, 0.")
-    assert "axial.safetensors is left out: it has no learned generators." in found.notes
+    assert "axial.safetensors is left out: it has no learned generators." in here.left_out
     fixed = generators.find(lab(out, checkpoint=[str(paths[-1])]))
     assert fixed.answer == "None of the encodings has learned generators."
     commuting = generators.find(lab(out, checkpoint=[str(paths[0])]))
@@ -198,7 +197,8 @@ def test_files_without_runs_train_nothing_and_have_distinct_names(
 
 def test_generators_of_a_published_file_are_those_that_it_holds(tmp_path: Path, out: Path) -> None:
     path = liere(tmp_path)
-    found = generators.find(lab(out, checkpoint=[str(path)]))
+    with pytest.warns(UserWarning, match="the file has generators for 2 layers"):
+        found = generators.find(lab(out, checkpoint=[str(path)]))
     [row] = rows_of(found).values()
     raw = torch.load(path)["state_dict"]["position_encoder.generator_raw_params"][:, 0].triu(1).double()  # layer 0's
     elements = raw[raw != 0]
@@ -221,7 +221,6 @@ def test_attention_of_a_run_is_that_of_its_folder(tmp_path: Path, out: Path, run
         assert rows["none", size]["beside"] is None
     assert rows["deeper.safetensors", "8 × 8"]["encoding"] == "learned APE"
     assert max(row["layer"] for row in found["figures"][0]["rows"]) == 3
-    assert attention._ABOUT_CHECKPOINTS in found["notes"]
     assert [column["title"] for column in found["tables"][0]["columns"]][5] == "Further than none"
 
 
@@ -269,20 +268,6 @@ def test_runs_of_segmentation_are_refused(run: Trained, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"a run must be of model\.head classify, got upernet"):
         read_checkpoints([str(tmp_path)])
-
-
-def test_warnings_of_readers_become_notes(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import warnings
-
-    from torchrope.integrations.checkpoints import pretrained
-
-    def read(path: Path) -> Any:
-        warnings.warn("it leaves open which model it is", UserWarning, stacklevel=2)
-        return tr.load_published(path)
-
-    monkeypatch.setattr(pretrained, "load_published", read)
-    found = generators.find(lab(out, checkpoint=[str(rope_vit(tmp_path))]))
-    assert "rope_mixed.pth: it leaves open which model it is" in found.notes
 
 
 def test_encodings_of_runs_are_known_before_they_are_imported(run: Trained, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The comparison: its conclusion, cost claims under noise, notes, and samples."""
+"""The comparison: its conclusion, cost claims under noise, and samples."""
 
 import io
 import json

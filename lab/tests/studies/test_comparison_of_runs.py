@@ -1,4 +1,4 @@
-"""What a comparison of trained runs says: its scope, verdicts and notes, and encodings that count once."""
+"""What a comparison of trained runs says: its scope and verdicts, and encodings that count once."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,12 +13,11 @@ from torchrope_lab.data.config import data_config
 from torchrope_lab.results import Row, StudyResult
 from torchrope_lab.studies.compare import compare
 from torchrope_lab.studies.config import CompareConfig
-from torchrope_lab.studies.engine.comparison import compare_runs, main_table, notes_on
-from torchrope_lab.studies.engine.figures import notes_on_rising
+from torchrope_lab.studies.engine.comparison import compare_runs, main_table
 from torchrope_lab.studies.engine.runs import Run, Trained
 from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
 
-EXAMPLES, CLASSES = 300, ["cat", "dog", "fish"]
+EXAMPLES = 300
 FLAT = [0.2, 0.5, 0.8, 0.8, 0.8]
 RISING = [0.2, 0.3, 0.4, 0.6, 0.8]
 
@@ -78,9 +77,6 @@ def test_one_rising_curve_is_enough_for_a_statement_on_epochs() -> None:
     assert comparison.conclusion.converged == {"none": True, "mixed": False}
     assert comparison.conclusion.sentence().startswith("In the first 5 epochs (1 of 2 curves still rise), mixed is")
     assert [rows_of(found)[name]["rising"] for name in ("none", "mixed")] == ["no", "yes"]
-    [note] = notes_on_rising(comparison.groups)
-    assert note.startswith("Still rising")
-    assert note.endswith(": mixed.")
 
 
 def test_curves_of_two_epochs_tell_nothing_about_rising() -> None:
@@ -98,7 +94,6 @@ def test_equal_functions_count_once_and_are_named() -> None:
     shown = rows_of([*found, *copies])
     assert shown["mrope"]["verdict"] == "same as axial"
     assert shown["mrope"]["gap"] == shown["axial"]["gap"]
-    assert any("axial and mrope are the same function" in note for note in notes_on(comparison, CLASSES))
 
 
 @pytest.mark.parametrize("change", ["loss", "answer", "curve", "diverged"])
@@ -133,28 +128,12 @@ def test_runs_of_axial_and_mrope_on_one_axis_are_the_same_function(tmp_path: Pat
     assert set(result.conclusion["intervals"]) == {"axial", "mixed"}
 
 
-def test_class_that_no_model_predicts_is_named() -> None:
-    labels = [0] * 150 + [1] * 146 + [2] * 4
-    found = [trained(name, 0.9, labels=labels, among=2) for name in ("none", "mixed")]
-    assert "No model predicts fish (4 examples)." in notes_on(compare_runs(found), CLASSES)
-    found.append(trained("axial", 0.9, labels=labels))
-    assert not any("No model" in note for note in notes_on(compare_runs(found), CLASSES))
-
-
 def test_balanced_accuracy_is_beside_top1_where_classes_are_unequal() -> None:
     labels = [0] * 200 + [1] * 100
     found = runs(1, none=0.3)
     found = [replace(each, labels=labels, predicted=[0] * 250 + [1] * 50) for each in found]
     assert rows_of(found)["none"]["balanced"] == pytest.approx(100 * (1 + 0.5) / 2)
     assert "balanced" not in rows_of(runs(1, none=0.3))["none"]
-
-
-def test_over_fitted_encodings_are_noted() -> None:
-    found = runs(3, none=0.5, mixed=0.9)
-    for run in found[:3]:
-        run.curve[-1]["val_loss"] *= 2
-    [note] = [note for note in notes_on(compare_runs(found), CLASSES) if "Over-fitted" in note]
-    assert note.endswith(": none.")
 
 
 def test_runs_that_finish_without_a_common_seed_are_no_error() -> None:

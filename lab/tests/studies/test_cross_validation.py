@@ -62,8 +62,6 @@ def test_conclusion_is_over_all_examples_of_every_seed(out: Path) -> None:
     assert result.unfinished == []
     [by_class] = [table for table in result.findings.tables if table.title == "Accuracy by class"]
     assert sum(row["examples"] for row in by_class.rows) == 90  # type: ignore[misc]
-    [note] = [note for note in result.findings.notes if "Cross-validation in 3 folds" in note]
-    assert "share training data" in note
 
 
 def test_predictions_of_folds_are_joined_in_the_order_of_the_examples(out: Path) -> None:
@@ -107,7 +105,6 @@ def test_study_of_accuracy_uses_the_runs_of_the_comparison(out: Path) -> None:
     )
     assert {each: each.stat().st_mtime_ns for each in out.glob("runs/*/result.json")} == times
     found = json.loads(file.read_text())["findings"]
-    assert any("Cross-validation" in note for note in found["notes"])
     top1 = {row["name"]: row["top1"] for row in found["tables"][0]["rows"]}
     results = StudyResult.read(out / "results.json").findings.tables[0].rows
     assert top1 == {row["name"]: row["top1"] for row in results}

@@ -77,7 +77,7 @@ def test_study_of_tiny_models(tmp_path: Path) -> None:
     top1 = {row["generators"]: row["top1"] for row in accuracy.rows}
     assert (row["name"], row["generators"]) == ("mixed", LEARNED)
     assert row["change"] == pytest.approx(top1[LEARNED] - top1[FROZEN], abs=1e-9)
-    assert any("axial" in note for note in findings.notes)
+    assert list(lab.left_out) == ["Left out: axial, whose generators are not learned."]
 
 
 def test_study_without_learned_generators_has_an_answer(tmp_path: Path) -> None:

@@ -169,9 +169,9 @@ def test_diverged_probe_leaves_its_encoding_out(tmp_path: Path, capsys: pytest.C
     ]
     path.write_text(json.dumps(content | {"scores": content["scores"] | {"trained": float("nan")}}))
     assert main(command) == 0
-    findings = json.loads((tmp_path / "probes.json").read_text())["findings"]
-    assert {row["name"] for row in findings["tables"][0]["rows"]} == {"axial", "bias"}
-    assert any("is left out: its training diverged (ring, seed 0)" in note for note in findings["notes"])
+    result = json.loads((tmp_path / "probes.json").read_text())
+    assert {row["name"] for row in result["findings"]["tables"][0]["rows"]} == {"axial", "bias"}
+    assert any("is left out: its training diverged (ring, seed 0)" in reason for reason in result["left_out"])
     for path, content in files.items():
         path.write_text(json.dumps(content | {"scores": content["scores"] | {"trained": float("-inf")}}))
     capsys.readouterr()

@@ -7,14 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
 from torchrope.models import Swin, ViT
 from torchrope_lab.cli import main
-from torchrope_lab.conclusion import Interval
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import data_config
 from torchrope_lab.results import Findings
@@ -76,7 +74,6 @@ def test_mixed_sizes_are_an_arm_with_paired_effects_at_every_size(out: Path, fou
         for name, row in mixed.items():
             assert row[f"{key}_low"] <= row[key] <= row[f"{key}_high"]
             assert plain[name][key] + row[key] >= -1e-9  # what it is added to is the plain run's
-    assert any(note.startswith("Mixed sizes: every training step draws one of 6, 8 and 10") for note in found["notes"])
 
 
 def test_mixed_sizes_are_skipped_if_all_runs_are_mixed(out: Path) -> None:
@@ -240,71 +237,7 @@ def test_swin_has_grown_windows_and_mixed_sizes_as_arms(tmp_path: Path) -> None:
     assert not any(title.startswith(("Effect of positions", "Effect of scaled")) for title in titles)
 
 
-def rights(**shares: float) -> resolution.Results:
-    """Right or not of 200 examples, that share of them at 16 × 16 and nine tenths at 8 × 8."""
-    order = np.random.default_rng(0).permutation(200)
-    return {
-        size: {
-            (name.replace("_", ":"), ""): (order < 200 * (0.9 if size == (8, 8) else share))[None].astype(float)
-            for name, share in shares.items()
-        }
-        for size in SIZES.all
-    }
-
-
-NO_EFFECTS: resolution.Effects = {size: {} for size in SIZES.all}
-
-
-def test_learned_table_ahead_of_rotary_is_a_contradiction() -> None:
-    right = rights(learned=0.8, axial=0.3, mixed=0.2, none=0.1)
-    [note] = resolution._contradictions(right, NO_EFFECTS, SIZES)
-    assert note.startswith("This contradicts the papers: at 16 × 16 learned, a resampled table, is ahead of 2 of 2")
-    assert "of the closest, axial, by 50.0 points [" in note
-    assert "figure 4" in note
-    assert note.count(". ") == 1  # two sentences
-
-
-def test_table_that_is_not_ahead_of_all_reports_the_number() -> None:
-    [note] = resolution._contradictions(rights(learned=0.5, axial=0.9, mixed=0.2, liere_8=0.49), NO_EFFECTS, SIZES)
-    assert "is ahead of 1 of 3 rotary encodings, of the closest, mixed, by 30.0 points" in note
-
-
-@pytest.mark.parametrize(
-    "shares",
-    [
-        dict(learned=0.3, mixed=0.8),
-        dict(learned=0.5, mixed=0.49),
-        dict(axial=0.3, mixed=0.8),
-        dict(learned=0.8, none=0.1),
-    ],
-)
-def test_results_that_agree_or_cannot_tell_have_no_note(shares: dict[str, float]) -> None:
-    assert resolution._contradictions(rights(**shares), NO_EFFECTS, SIZES) == []
-
-
-def test_claims_about_larger_sizes_need_larger_sizes() -> None:
-    right = rights(learned=0.8, mixed=0.2)
-    assert resolution._contradictions(right, NO_EFFECTS, resolution.Sizes(((4, 4), (8, 8)), (8, 8), 0)) == []
-
-
-def test_rescaling_note_is_only_for_liere_and_mixed() -> None:
-    helps, not_significant = Interval(40.0, 30.0, 50.0), Interval(1.0, -2.0, 4.0)
-    effects: dict[resolution.Arm, Interval] = {
-        ("mixed", "interpolation"): helps,
-        ("liere", "interpolation"): not_significant,
-        ("liere:8", "positions in [0, 1]"): helps,
-        ("comrope-ld", "positions in [0, 1]"): helps,
-        ("liere", "mixed sizes"): helps,
-    }
-    [note] = resolution._contradictions(rights(mixed=0.5), {(16, 16): effects}, SIZES)
-    assert note.endswith("rescaling adds 40.0 points [30.0, 50.0] to mixed and 40.0 points [30.0, 50.0] to liere:8.")
-    assert (
-        resolution._contradictions(rights(mixed=0.5), {(16, 16): {arm: effects[arm] for arm in [*effects][1:2]}}, SIZES)
-        == []
-    )
-
-
-def test_adaptations_that_a_model_refuses_are_left_out_with_a_note(tmp_path: Path) -> None:
+def test_adaptations_that_a_model_refuses_are_left_out_with_the_reason(tmp_path: Path) -> None:
     def measured(name: str) -> dict[str, Any]:
         return {"refused": "keys are normalised"} if name == "yarn-at-16x16" else {"labels": [1], "predicted": [1]}
 
@@ -312,8 +245,8 @@ def test_adaptations_that_a_model_refuses_are_left_out_with_a_note(tmp_path: Pat
     arm, run = ("mixed", ""), here.run("mixed")
     trained: Any = SimpleNamespace(run=run, measured=measured)
     adapted = {arm: resolution._adaptations(here, arm, run, SIZES)}
-    results, notes = resolution._evaluate(here, {arm: [trained]}, adapted, SIZES)
-    assert notes == ["YaRN of mixed is left out: keys are normalised."]
+    results = resolution._evaluate(here, {arm: [trained]}, adapted, SIZES)
+    assert list(here.left_out) == ["YaRN of mixed is left out: keys are normalised."]
     assert {*results[16, 16]} == {("mixed", ""), ("mixed", "NTK"), ("mixed", "interpolation")}
     assert {*results[8, 8]} == {("mixed", "")}
 
@@ -336,9 +269,7 @@ def test_kanji_are_rendered_at_four_times_the_size(kanji: dict[str, Any], found:
     assert "64 × 64 (4 times the training size)" in kanji["answer"]
     assert {row["scale"] for row in kanji["figures"][0]["rows"]} == {1, 4}
     drawn = "Trained at 16 × 16; inputs are rendered at every size, so that larger ones have more detail."
-    assert drawn in kanji["notes"]
     assert kanji["tables"][0]["note"].startswith(drawn)
     resampled = "Trained at 8 × 8; inputs of other sizes are resampled from it"
-    assert any(note.startswith(resampled) for note in found["notes"])
     assert found["tables"][0]["note"].startswith(resampled)
     assert "mixed sizes" in {row["what"] for row in kanji["figures"][1]["rows"]}

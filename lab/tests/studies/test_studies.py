@@ -507,8 +507,8 @@ def test_options_that_a_study_of_formulas_ignores_are_refused(
 def test_encodings_measured_instead_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     here = lab(tmp_path, encodings=["axial"])
     for name, instead in (("capacity", "liere"), ("sharing", "mixed")):
-        _, notes = find_study(name).find.arms(here)  # type: ignore[union-attr]
-        assert any(note.startswith("Measured instead: ") and instead in note for note in notes)
+        assert instead in find_study(name).find.arms(here)  # type: ignore[union-attr]
+        assert any(reason.startswith("Measured instead: ") and instead in reason for reason in here.left_out)
 
 
 def test_evaluation_of_a_run_that_diverged_is_json(tmp_path: Path) -> None:

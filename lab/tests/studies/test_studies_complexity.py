@@ -34,10 +34,15 @@ def lab(folder: Path, encodings: list[str]) -> Lab:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Findings:
+def here(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return lab(tmp_path_factory.mktemp("studies"), ["axial", "comrope-ap"])
+
+
+@pytest.fixture(scope="module")
+def found(here: Lab) -> Findings:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(complexity, "sizes", lambda: [size for size in BY_NAME.values() if size.name in NEEDED])
-        return complexity.find(lab(tmp_path_factory.mktemp("studies"), ["axial", "comrope-ap"]))
+        return complexity.find(here)
 
 
 @pytest.mark.slow
@@ -260,15 +265,15 @@ def test_comropes_formula_for_ld_is_not_its_shapes(found: Findings) -> None:
 
 
 @pytest.mark.slow
-def test_sizes_that_an_encoding_refuses_are_left_out_with_a_note(found: Findings) -> None:
+def test_sizes_that_an_encoding_refuses_are_left_out_with_the_reason(found: Findings, here: Lab) -> None:
     named = {row["name"] for row in found.tables[0].rows}
     assert "motion, 5x20x20, axial" in named
     assert "ViT-Base, 8x224x224, axial" in named  # the recipe of UCF101 rotates 60 of 64 channels
     assert "ViT-Base, 32x224x224, axial" not in named
-    note = next(note for note in found.notes if note.startswith("Left out, axial"))
-    assert "2·num_axes = 6, got 64" in note
-    assert "ViT-Base, 32x224x224" in note
-    assert "ViT-Base, 8x224x224" not in note
+    reason = next(reason for reason in here.left_out if reason.startswith("Left out, axial"))
+    assert "2·num_axes = 6, got 64" in reason
+    assert "ViT-Base, 32x224x224" in reason
+    assert "ViT-Base, 8x224x224" not in reason
 
 
 @pytest.mark.slow

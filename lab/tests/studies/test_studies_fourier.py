@@ -168,14 +168,16 @@ def test_findings_show_a_cross_for_axial(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(fourier, "LATTICE", (6, 7))
     monkeypatch.setattr(fourier, "HEADS", 3)
     monkeypatch.setattr(fourier, "HEAD_DIM", 16)
-    found = fourier.find(lab(tmp_path, ["learned", "axial", "mixed", "liere:8", "liere:32"]))
+    here = lab(tmp_path, ["learned", "axial", "mixed", "liere:8", "liere:32"])
+    found = fourier.find(here)
     rows = {row["encoding"]: row for row in found.tables[0].rows}
     assert set(rows) == {"axial", "mixed", "liere:8"}
     assert rows["axial"]["heads"] == 1
     assert rows["axial"]["fit_lines"] > rows["mixed"]["fit_lines_high"]
     assert rows["liere:8"]["fit_outside_high"] < rows["mixed"]["fit_outside_low"]
-    assert found.notes[0] == "learned left out: not rotary."
-    assert found.notes[1].startswith("liere:32 left out: head_dim must be divisible by block_size = 32")
+    plain, refused = here.left_out
+    assert plain == "learned left out: not rotary."
+    assert refused.startswith("liere:32 left out: head_dim must be divisible by block_size = 32")
     assert f"most with axial, {rows['axial']['fit_outside']:.1f} %" in found.answer
     cells = [row for row in found.figures[0].rows if row["panel"] == "RoPE-Axial, ViT-B, initialisation, best fit"]
     assert len(cells) == 42

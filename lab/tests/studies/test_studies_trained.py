@@ -72,9 +72,9 @@ def kept(findings: Findings) -> dict[str, Any]:
 def test_encodings_refused_by_a_model_are_skipped_with_the_reason(out: Path) -> None:
     here = lab(out)
     wanted = [here.run(name, seed) for name in ("mixed", "liere:5") for seed in (0, 1)]
-    some, [note] = feasible(here, wanted)
-    assert some == wanted[:2]
-    assert note.startswith("liere:5 is left out: head_dim must be divisible by block_size = 5")
+    assert feasible(here, wanted) == wanted[:2]
+    [reason] = here.left_out
+    assert reason.startswith("liere:5 is left out: head_dim must be divisible by block_size = 5")
     with pytest.raises(ValueError, match="did you mean"):
         feasible(here, [here.run("mixxed")])
 
@@ -111,7 +111,7 @@ def test_chance_is_the_share_of_the_most_frequent_class(out: Path, monkeypatch: 
     here = lab(out, "none", data=data_config(train_size=60, val_size=43))
     labels = [0] * 30 + [1] * 10
     answers = {"labels": labels, shuffle.INTACT: {"predicted": labels}, shuffle.PATCHES: {"predicted": labels}}
-    models = SimpleNamespace(notes=[], measure=lambda _: [Measures("none", "none", [answers])])
+    models = SimpleNamespace(measure=lambda _: [Measures("none", "none", [answers])])
     monkeypatch.setattr(shuffle, "select_models", lambda *_: models)
     found = kept(shuffle.find(here))
     assert "Chance is 75.0 %" in found["tables"][0]["note"]
@@ -195,7 +195,6 @@ def test_resolution_trains_the_runs_of_accuracy_and_names_additional_ones(out: P
         "digits-liere-8",
         "digits-learned-and-mixed",
     }
-    assert any("1 more epoch at 10 pixels per side" in note for note in sized["notes"])
 
 
 def test_resolution_compares_each_change_with_the_encoding_without_it(sized: dict[str, Any]) -> None:
@@ -266,8 +265,7 @@ def test_frames_are_kept_and_motion_has_no_second_stage(out: Path) -> None:
     assert [column["title"] for column in found["tables"][0]["columns"][2:-2]] == [
         f"5 × {side} × {side}" for side in (8, 16, 20, 24, 32, 40)
     ]
-    assert any(note.startswith("No second stage") for note in found["notes"])
-    assert "The number of frames is unchanged." in found["notes"]
+    assert any(reason.startswith("No second stage") for reason in here.left_out)
 
 
 def test_published_sizes_have_the_papers_cells() -> None:
@@ -282,7 +280,8 @@ def test_published_sizes_have_the_papers_cells() -> None:
 
 @pytest.fixture(scope="module")
 def learned(out: Path) -> dict[str, Any]:
-    return kept(generators.find(lab(out, "mixed", "liere:8", "comrope-ap:4", "comrope-ld", "learned")))
+    here = lab(out, "mixed", "liere:8", "comrope-ap:4", "comrope-ld", "learned")
+    return kept(generators.find(here)) | {"lab": here}
 
 
 def test_generators_separates_commuting_families(learned: dict[str, Any]) -> None:
@@ -300,7 +299,7 @@ def test_generators_separates_commuting_families(learned: dict[str, Any]) -> Non
         "comrope-ld": 8,
     }
     assert all(row["apart_start"] <= 1e-9 for name, row in rows.items() if name != "liere:8")
-    assert "learned is left out: it has no learned generators." in learned["notes"]
+    assert "learned is left out: it has no learned generators." in learned["lab"].left_out
     assert "the distance from commuting" in learned["answer"]
     assert {name for name, row in rows.items() if row["verdict"] == "commutes"} == {
         "mixed",
@@ -386,9 +385,10 @@ def test_zero_blocks_are_counted_beside_the_others(learned: dict[str, Any]) -> N
 
 
 def test_generators_of_clips_have_three_pairs_of_axes(out: Path) -> None:
-    found = kept(generators.find(moving(out, "liere:4", "string:5")))
+    here = moving(out, "liere:4", "string:5")
+    found = kept(generators.find(here))
     assert found["tables"][0]["rows"][0]["apart"] > 0
-    assert any(note.startswith("string:5 is left out") for note in found["notes"])
+    assert any(reason.startswith("string:5 is left out") for reason in here.left_out)
 
 
 def test_published_deviations_have_the_papers_cells() -> None:

@@ -193,12 +193,12 @@ def test_single_encoding_has_no_verdict() -> None:
         assert verdict(conclude({"mixed": hits(0.9)}, chance=chance), "mixed") == NOT_COMPARED
 
 
-def test_cells_that_cannot_be_are_left_out_with_a_note() -> None:
+def test_cells_that_cannot_be_are_left_out_with_the_reason() -> None:
     lab = FakeLab(lambda run: 0.5)
-    cells, notes = train_grid(lab, {"liere": {b: [lab.run(f"liere:{b}")] for b in (2, 3, 16)}})
+    cells = train_grid(lab, {"liere": {b: [lab.run(f"liere:{b}")] for b in (2, 3, 16)}})
     assert list(cells["liere"]) == [2, 16]
-    assert len(notes) == 1
-    assert notes[0].startswith("At 3: liere:3 is left out")
+    [reason] = lab.left_out
+    assert reason.startswith("At 3: liere:3 is left out")
     with pytest.raises(ValueError, match="block_size"):
         train_grid(lab, {"liere": {3: [lab.run("liere:3")]}})
     with pytest.raises(ValueError, match="did you mean 'mixed'"):
@@ -207,14 +207,10 @@ def test_cells_that_cannot_be_are_left_out_with_a_note() -> None:
 
 def test_cells_are_compared_with_the_runs_of_a_baseline() -> None:
     lab = FakeLab(lambda run: 0.4 if run.encoding == "axial" else 0.6)
-    grid, _ = train_grid(lab, {name: {1: [lab.run(name)]} for name in ("mixed", "axial")})
+    grid = train_grid(lab, {name: {1: [lab.run(name)]} for name in ("mixed", "axial")})
     results = Results(lab, grid, Factor("level", "Level"))
-    changes, notes = baseline_changes(results, "axial")
+    changes = baseline_changes(results, "axial")
     assert {key: change.estimate for key, change in changes.items()} == {("mixed", 1): pytest.approx(20)}
-    assert not notes
-    changes, [note] = baseline_changes(results, "liere:3")
-    assert not changes
-    assert note.startswith("liere:3 is left out")
 
 
 def test_trends_have_intervals_and_seeds_widen_them() -> None:
@@ -229,7 +225,7 @@ def test_trends_have_intervals_and_seeds_widen_them() -> None:
             name: {size: [lab.run(name, seed, data={"train_size": size}) for seed in range(seeds)] for size in (25, 50)}
             for name in ("mixed", "axial")
         }
-        return trends(train_grid(lab, plan)[0])
+        return trends(train_grid(lab, plan))
 
     one, two = slopes(1), slopes(2)
     assert one["mixed"].low > 0
@@ -341,28 +337,9 @@ class TestDataEfficiency:
 
     def test_parts_without_every_class_are_left_out(self) -> None:
         small = data_config(train_size=15, val_size=20)
-        findings, lab = found("data-efficiency", lambda run: 0.5, ["mixed"], data=small)
+        _, lab = found("data-efficiency", lambda run: 0.5, ["mixed"], data=small)
         assert {run.config.data.train_size for run in lab.asked} == {10, 12, 14, 15}
-        assert any("Left out: 30 %, 40 %, 50 % and 60 %" in note for note in findings.notes)
-
-    def test_lead_of_liere_with_the_papers_share_of_the_data_is_reported(self) -> None:
-        def hits(run: Run) -> float:
-            share = {"learned": 0.3, "mixed": 0.5, "liere:8": 0.6, "liere:4": 0.4}[run.encoding]
-            return share + 0.2 * (run.encoding == "liere:8" and run.config.data.train_size == 40)
-
-        findings, _ = found("data-efficiency", hits, ["mixed", "liere:8", "liere:4"])
-        assert "; at 40 % liere:8 leads all others by 30.0 points [" in findings.answer
-        told = (
-            "With 40 % of the data liere:8 is ahead of mixed, the nearest of 2 encodings of other families, by 30.0 po"
-        )
-        assert any(note.startswith(told) and "4.47 %" in note for note in findings.notes)
-
-    def test_lead_that_is_not_significant_is_in_the_notes_alone(self) -> None:
-        findings, _ = found("data-efficiency", lambda run: 0.5, ["mixed", "liere:8"])
-        assert "40 %" not in findings.answer
-        assert any("by 0.0 points [" in note for note in findings.notes)
-        alone, _ = found("data-efficiency", lambda run: 0.5, ["mixed", "axial"])
-        assert not any("40 %" in note for note in alone.notes)
+        assert any("Left out: 30 %, 40 %, 50 % and 60 %" in reason for reason in lab.left_out)
 
 
 class TestTrainingEfficiency:
@@ -434,7 +411,7 @@ class TestCapacity:
         parameters = by(titled(findings, "Learned parameters"), "name", "block_size")
         for block in (2, 4, 8, 16):  # one layer, two heads of 16, two axes
             assert parameters[("liere", block)]["parameters"] == 2 * 2 * 16 * (block - 1) / 2
-        assert any("blocks of 32, 48 and 64, which are larger" in note for note in findings.notes)
+        assert any("blocks of 32, 48 and 64, which are larger" in reason for reason in lab.left_out)
 
     def test_slopes_are_per_doubling(self) -> None:
         findings, _ = found("capacity", self.hits)
@@ -448,10 +425,10 @@ class TestCapacity:
 
     def test_heads_of_48_channels_have_blocks_of_48_and_of_no_32(self) -> None:
         model = ModelConfig(dim=48, depth=1, num_heads=1, mlp_dim=8, patch_size=[4])
-        findings, lab = found("capacity", lambda run: 0.5, ["liere", "mixed"], model=model)
+        _, lab = found("capacity", lambda run: 0.5, ["liere", "mixed"], model=model)
         assert [run.encoding for run in lab.asked] == ["liere:2", "liere:4", "liere:8", "liere:16", "liere"]
-        assert any("blocks of 32, which do not divide" in note for note in findings.notes)
-        assert any("mixed, which have no choice" in note for note in findings.notes)
+        assert any("blocks of 32, which do not divide" in reason for reason in lab.left_out)
+        assert any("mixed, which have no choice" in reason for reason in lab.left_out)
 
     def test_blocks_of_48_rotate_48_of_64_channels(self) -> None:
         model = ModelConfig(dim=64, depth=1, num_heads=1, mlp_dim=8, patch_size=[4])
@@ -460,14 +437,13 @@ class TestCapacity:
         assert [run.config.model.rotary_dim for run in lab.asked] == [None] * 5 + [48, None]
         parameters = by(titled(findings, "Learned parameters"), "name", "block_size")
         assert parameters[("liere", 48)]["parameters"] == 2 * 48 * 47 / 2  # two axes
-        assert any("48 channels of a head" in note for note in findings.notes)
 
     def test_three_axes(self) -> None:
         motion = data_config(name="motion", train_size=20, val_size=20)
         model = ModelConfig(dim=24, depth=1, num_heads=1, mlp_dim=8, patch_size=[1, 10, 10])
-        findings, lab = found("capacity", lambda run: 0.5, ["comrope-ap"], data=motion, model=model)
+        _, lab = found("capacity", lambda run: 0.5, ["comrope-ap"], data=motion, model=model)
         assert [run.encoding for run in lab.asked] == ["comrope-ap:2", "comrope-ap:4", "comrope-ap:8"]
-        assert any(note.startswith("At 24: comrope-ap:24 is left out") for note in findings.notes)
+        assert any(reason.startswith("At 24: comrope-ap:24 is left out") for reason in lab.left_out)
 
 
 class TestSharing:
@@ -489,14 +465,14 @@ class TestSharing:
             model = run.config.model
             return 0.5 - 0.2 * model.share_heads + (0.1 if run.encoding == "mixed" else 0) * model.share_layers
 
-        findings, _ = found("sharing", hits, ["mixed", "liere:8", "axial", "learned"])
+        findings, lab = found("sharing", hits, ["mixed", "liere:8", "axial", "learned"])
         rows = by(titled(findings, "Compared with"), "name", "shared")
         assert rows[("mixed", "heads")]["change"] == pytest.approx(-20)
         assert rows[("mixed", "heads and layers")]["change"] == pytest.approx(-10)
         assert rows[("liere:8", "layers")]["verdict"] == "not significant"
         assert "in 1 of 6 cases and lowers it in 4" in findings.answer
         assert "−20.0 points [" in findings.answer
-        assert any("axial and learned, which have no learned parameters" in note for note in findings.notes)
+        assert any("axial and learned, which have no learned parameters" in reason for reason in lab.left_out)
 
 
 class TestModelSize:
@@ -633,8 +609,6 @@ class TestAgainstMixed:
             ("liere", 10, "better"),
             ("string", -5, "worse"),
         }
-        cases = len(rows) // 2
-        assert any(f"ahead in {cases} of {2 * cases} comparisons, behind in {cases}" in note for note in findings.notes)
 
     def test_times_are_compared_where_both_reach_the_end(self) -> None:
         findings, _ = found("training-efficiency", self.hits, ["mixed", "liere", "string"])
@@ -689,7 +663,7 @@ class TestPooling:
 
 
 @pytest.fixture(scope="module")
-def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Path]:
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Lab]:
     out = tmp_path_factory.mktemp("studies")
     config = StudyConfig(
         data=data_config(train_size=200, val_size=60),
@@ -700,12 +674,13 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Path]:
     )
     study = find_study("finetune")
     encodings = ("none", "axial", "learned+mixed", "liere:8", "sinusoidal")
-    return study.find(Lab(config, encodings, QUIET)), out
+    lab = Lab(config, encodings, QUIET)
+    return study.find(lab), lab
 
 
 class TestFinetune:
-    def test_zero_initialised_encodings_do_not_change_the_model(self, tuned: tuple[Findings, Path]) -> None:
-        findings, _ = tuned
+    def test_zero_initialised_encodings_do_not_change_the_model(self, tuned: tuple[Findings, Lab]) -> None:
+        findings, lab = tuned
         rows = by(findings.tables[0], "name")
         assert list(rows) == [("learned",), ("learned+axial",), ("learned+mixed",), ("learned+liere:8",)]
         before = {name[0]: row["swapped"] for name, row in rows.items()}
@@ -713,9 +688,10 @@ class TestFinetune:
         assert rows[("learned",)]["gain"] is None
         assert rows[("learned+axial",)]["angle"] == pytest.approx(3)  # one rad a patch, pairs of an axis each
         assert 0 < rows[("learned+mixed",)]["angle"] < 1  # it has moved from zero
-        assert any("sinusoidal, which are not rotary" in note for note in findings.notes)
+        assert any("sinusoidal, which are not rotary" in reason for reason in lab.left_out)
 
-    def test_fine_tuning_starts_from_the_same_run_for_all(self, tuned: tuple[Findings, Path]) -> None:
-        _, out = tuned
-        curves = {file.parent.name: len(file.read_text().splitlines()) - 1 for file in out.glob("runs/*/curve.csv")}
+    def test_fine_tuning_starts_from_the_same_run_for_all(self, tuned: tuple[Findings, Lab]) -> None:
+        _, lab = tuned
+        files = lab.store.folder.glob("*/curve.csv")
+        curves = {file.parent.name: len(file.read_text().splitlines()) - 1 for file in files}
         assert sorted(curves.values()) == [1, 1, 1, 1, 5]

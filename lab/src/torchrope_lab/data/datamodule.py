@@ -148,14 +148,6 @@ class DataModule(pl.LightningDataModule, ABC):
         """
         return None
 
-    @property
-    def num_groups(self) -> int | None:
-        """Number of `groups` of the examples that are validated; None without groups."""
-        parts = self._made_datasets()
-        parts = (self._unfolded or parts) if self.config.folds else parts
-        groups = None if self.config.tuning else self.groups(*parts)
-        return None if groups is None else len({*groups[0 if self.config.folds else len(parts[0]) :]})  # type: ignore[arg-type]
-
     @cached_property
     def fold_of_examples(self) -> Tensor:
         """Fold of every example, int64 `(examples,)`, training before validation examples; with `folds` only.

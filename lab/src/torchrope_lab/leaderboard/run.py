@@ -146,7 +146,7 @@ def _fitting(name: str, plan: Plan, lab: Lab, others: Sequence[Entry]) -> list[s
     for other in (each for entry in others for each in entry.sets if each.name == name):
         for what, value in _identity(name, plan, lab):
             require_same(name, what, value, getattr(other, what))
-    return list(dict.fromkeys(run.encoding for run in feasible(lab, lab.runs(lab.encodings))[0]))
+    return list(dict.fromkeys(run.encoding for run in feasible(lab, lab.runs(lab.encodings))))
 
 
 def write_results(
@@ -173,7 +173,7 @@ def write_results(
 
 def run_set(name: str, plan: Plan, lab: Lab, command: str) -> DataSetResults:
     """Tune, train and measure every encoding on one data set; runs that are finished are read."""
-    runs, notes = feasible(lab, lab.runs(lab.encodings))
+    runs = feasible(lab, lab.runs(lab.encodings))
     names = list(dict.fromkeys(run.encoding for run in runs))
     all_runs: dict[str, Trained] = {}
 
@@ -212,7 +212,7 @@ def run_set(name: str, plan: Plan, lab: Lab, command: str) -> DataSetResults:
         date=date.today().isoformat(),
         machine=facts["machine"],
         versions=facts["versions"],
-        notes=notes,
+        notes=list(lab.left_out),
         protocol=plan.protocol,
         trainings=len(all_runs),
         core_seconds=round(

@@ -2,28 +2,26 @@
 
 from dataclasses import replace
 
-from torchrope_lab.studies.engine.comparison import accuracy_figures, compare_runs, main_table, notes_on
+from torchrope_lab.studies.engine.comparison import accuracy_figures, compare_runs, main_table
 from torchrope_lab.studies.engine.grid import ONLY, AgainstMixed, OneFactor, Results, Section, leads
 from torchrope_lab.studies.engine.reference import all_but, described, with_reference
 
 
 def _ranked(results: Results) -> Section:
     """Rank the encodings, and compare them with --reference and RoPE-Mixed."""
-    lab, reference = results.lab, results.reference
+    reference = results.reference
     comparison = compare_runs([run for cell in results.cells for run in cell.runs])
     ordered = replace(results, grid={name: {ONLY: list(runs)} for name, runs in comparison.groups.items()})
     ahead = leads(ordered, all_but(reference, ordered.grid)) if reference else {}
-    over_mixed = AgainstMixed()(ordered)
     return Section(
         answer=comparison.conclusion.sentence(),
         tables=[
             main_table(comparison, "Top-1 and loss"),
             *ordered.change_table(f"Ahead of {described(reference)}", ahead, "Ahead"),
-            *over_mixed.tables,
+            *AgainstMixed()(ordered).tables,
         ],
         figures=accuracy_figures(comparison),
-        notes=[*notes_on(comparison, lab.data.classes), *over_mixed.notes],
     )
 
 
-find = OneFactor(sections=[_ranked], arms=lambda lab: (with_reference(lab), []))
+find = OneFactor(sections=[_ranked], arms=with_reference)

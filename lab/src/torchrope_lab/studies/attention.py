@@ -36,7 +36,6 @@ from torchrope_lab.studies.engine.models import NAME_COLUMNS, Measures, Models, 
 from torchrope_lab.studies.engine.reference import with_reference
 from torchrope_lab.studies.engine.runs import Measure
 from torchrope_lab.studies.engine.study import Lab
-from torchrope_lab.studies.other_sizes import HOW_SIZED
 from torchrope_lab.training.evaluate import data_at_size, resampled_spacing, scaled_sizes
 from torchrope_lab.training.models import on_lattice
 
@@ -60,7 +59,7 @@ def find(lab: Lab) -> Findings:
         return Findings("Not measured: a Swin attends within windows, whose size bounds distance and entropy.")
     models = select_models(lab, with_reference(lab), lab.checkpoints)
     if not models.runs and not models.checkpoints:
-        return Findings(NONE_POSSIBLE, notes=models.notes)
+        return Findings(NONE_POSSIBLE)
     patch_size = _patch_size(models)
     sizes = scaled_sizes(lab.data, patch_size, SCALES)
     lattices = {_name(size): [n // p for n, p in zip(size, patch_size, strict=True)] for size in sizes}
@@ -70,7 +69,7 @@ def find(lab: Lab) -> Findings:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     measured = models.measure(lambda _: Measure(key, here), lambda file: here(file.model.to(device), lab.data))
     if not measured:
-        return Findings(models.unmeasured(NONE_POSSIBLE), notes=models.notes)
+        return Findings(models.unmeasured(NONE_POSSIBLE))
     found = {size: [each.at(size) for each in measured] for size in lattices}
     items = [each for at in found.values() for each in at]
     columns = _columns(found, lattices, reference)
@@ -80,12 +79,6 @@ def find(lab: Lab) -> Findings:
         answer=_answer(at, [row for row in table.rows if row["size"] == _shown(at)], len(lab.seeds)),
         tables=[table],
         figures=[_figure(kind, found, lattices, at) for kind in ("distance", "entropy")],
-        notes=[
-            *models.notes,
-            *_NOTES,
-            f"Trained at {_shown(at)}; inputs {HOW_SIZED[made]}.",
-            *([_ABOUT_CHECKPOINTS] if models.checkpoints else []),
-        ],
     )
 
 
@@ -271,20 +264,6 @@ def _note(data: DataModule, reference: str) -> str:
         "Verdicts are at 5 % over all pairs at a size (Holm); intervals of differences to "
         f"{reference} are simultaneous over all encodings (Bonferroni)."
     )
-
-
-_NOTES = (
-    "Attention among patches: weight on class and register tokens is reported separately, and these tokens are not "
-    "used as queries. RoPE-ViT does not describe how it treats them.",
-    "Figures 2 and 3 of the paper print no numbers except on their axes.",
-    "Sizes are the paper's 128, 224 and 384 over 224, in whole patches. The number of frames is unchanged.",
-)
-
-
-_ABOUT_CHECKPOINTS = (
-    "Checkpoints get the validation inputs with the normalisation of the data, which may differ from that of their "
-    "training. These inputs may be in their training data."
-)
 
 
 def _answer(at: str, rows: Sequence[Mapping[str, Any]], seeds: int) -> str:

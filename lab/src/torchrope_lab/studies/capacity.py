@@ -32,22 +32,23 @@ PART = 48
 """Block size for which LieRE's code rotates only as many of 64 channels; others must divide a head."""
 
 
-def _families(lab: Lab) -> tuple[list[str], list[str]]:
-    """Return the encodings with a choice of block size, and notes on the other encodings and sizes."""
+def _families(lab: Lab) -> list[str]:
+    """Return the encodings with a choice of block size."""
     asked = [name for name in lab.encodings if _has_sizes(name)]
     names = asked or ["liere"]
     head_dim = _head_dim(lab, names[0])
     small = [str(size) for size in BLOCKS if size < head_dim and head_dim % size and size != PART]
     large = [str(size) for size in BLOCKS if size > head_dim]
     others = [name for name in lab.encodings if not _has_sizes(name)]
-    notes = [f"head_dim is {head_dim}."]
-    notes += [f"Left out: blocks of {join_names(small)}, which do not divide head_dim."] if small else []
-    if head_dim > PART and head_dim % PART:
-        notes.append(f"With blocks of {PART} only {PART} channels of a head are rotated, as in LieRE's code.")
-    notes += [f"Left out: blocks of {join_names(large)}, which are larger than head_dim."] if large else []
-    notes += [f"Left out: {join_names(others)}, which have no choice of block size."] if others else []
-    notes += [] if asked else ["Measured instead: liere."]
-    return names, notes
+    if small:
+        lab.leave_out(f"Left out: blocks of {join_names(small)}, which do not divide head_dim = {head_dim}.")
+    if large:
+        lab.leave_out(f"Left out: blocks of {join_names(large)}, which are larger than head_dim = {head_dim}.")
+    if others:
+        lab.leave_out(f"Left out: {join_names(others)}, which have no choice of block size.")
+    if not asked:
+        lab.leave_out("Measured instead: liere.")
+    return names
 
 
 def _has_sizes(name: str) -> bool:
@@ -63,7 +64,7 @@ def _head_dim(lab: Lab, name: str) -> int:
 
 def _sizes(lab: Lab) -> Levels:
     """Return the block sizes that divide a head, and `PART` if it is smaller than a head."""
-    head_dim = _head_dim(lab, _families(lab)[0][0])
+    head_dim = _head_dim(lab, _families(lab)[0])
     levels: dict[Level, Mapping[str, Any]] = {}
     for size in sorted({*BLOCKS, head_dim}):
         if head_dim % size == 0:
@@ -83,8 +84,7 @@ def _beside_reference(results: Results) -> Section:
     """Compare every block size with --reference, which has none."""
     if not results.reference:
         return Section()
-    ahead, _ = baseline_changes(results, results.reference)  # the model supports it
-    return lead_section(results, ahead, "the same model")
+    return lead_section(results, baseline_changes(results, results.reference), "the same model")
 
 
 def _by_parameters(results: Results) -> Section:

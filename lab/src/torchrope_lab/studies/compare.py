@@ -19,7 +19,7 @@ from torchrope_lab.studies.compare_findings import Results, findings
 from torchrope_lab.studies.config import RESULTS, SCALES, CompareConfig
 from torchrope_lab.studies.engine.comparison import compare_runs
 from torchrope_lab.studies.engine.dry_run import NotTrained
-from torchrope_lab.studies.engine.folds import in_folds, notes_of_data
+from torchrope_lab.studies.engine.folds import in_folds
 from torchrope_lab.studies.engine.measured import (
     Measured,
     costs_of,
@@ -163,7 +163,7 @@ def _write(
         title="Comparison",
         question="Which position encoding suits the data, and at what cost?",
         sources=(),
-        findings=replace(found, notes=[*found.notes, *notes_of_data(lab.data)]),
+        findings=found,
         data=describe(lab),
         run=facts_of(
             command,

@@ -1,4 +1,4 @@
-"""Tables, figures, pictures and notes of a comparison."""
+"""Tables, figures and pictures of a comparison."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,6 @@ from torchrope_lab.studies.engine.comparison import (
     Comparison,
     accuracy_figures,
     main_table,
-    notes_on,
 )
 from torchrope_lab.studies.engine.estimates import (
     SIMULTANEOUS,
@@ -41,7 +40,6 @@ from torchrope_lab.studies.engine.figures import (
     cells_figure,
     figure,
     line_figure,
-    notes_on_rising,
     over_epochs,
 )
 from torchrope_lab.studies.engine.measured import Measured
@@ -113,18 +111,11 @@ def findings(results: Results) -> Findings:
     figures = [*accuracy, _losses(results), _by_size(results), _by_cost(results), _confusion(results)]
     tables = [_main(results), *_gains(results), _sizes(results), _costs(results), _classes(results)]
     tables += [_confusions(results), _encodings(results)]
-    notes = [
-        *notes_on_rising(comparison.groups),
-        *notes_on(comparison, results.data.classes),
-        "All encodings have the same model and training settings, tuned for none of them: larger models, "
-        "longer training or other data may rank them differently.",
-    ]
     return Findings(
         answer=comparison.conclusion.sentence(),
         tables=[table for table in tables if table is not None],
         figures=[figure for figure in figures if figure is not None],
         pictures=_pictures(results.data),
-        notes=notes,
     )
 
 

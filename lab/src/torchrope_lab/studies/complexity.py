@@ -258,6 +258,7 @@ def find(lab: Lab) -> Findings:
             measured[columns.get(size.name, size.name), encoding] = cost
             if encoding in lab.encodings:
                 counted.append(Counted(size.title, encoding, without, cost))
+    lab.leave_out(*(f"Left out, {encoding} ({join_names(where)})" for encoding, where in refused.items()))
     cells = compare_table_5(measured)
     title = "Parameters and operations by size and encoding"
     table = table_of(title, COLUMNS, counted, _NOTE, keys=lambda at: {"size": at.size, "encoding": at.encoding})
@@ -265,12 +266,6 @@ def find(lab: Lab) -> Findings:
         answer=_answer(table.rows),
         tables=[table, _formulas(), cells],
         figures=[*_figures(table.rows), _capacity()],
-        notes=[
-            "Counts are exact, from the meta device, without training or timing.",
-            "Exponentials are counted as five matrix products; kernels for commuting and small blocks cost less "
-            "than that, by factoring each block once.",
-            *(f"Left out, {encoding} ({join_names(where)})" for encoding, where in refused.items()),
-        ],
     )
 
 

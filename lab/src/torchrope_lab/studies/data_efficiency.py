@@ -5,16 +5,12 @@ from math import log2
 
 import numpy as np
 
-from torchrope.encodings import LieRE
 from torchrope_lab.conclusion import Interval, join_names, one_seed
-from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.studies.engine.estimates import (
     VERDICT,
-    contrasts,
     drawn_means,
     estimate_in,
     format_interval,
-    points,
     simultaneous_intervals,
     table_of,
     with_interval,
@@ -32,14 +28,11 @@ from torchrope_lab.studies.engine.grid import (
     Section,
     Slope,
 )
-from torchrope_lab.studies.engine.published import LIERE_1
 from torchrope_lab.studies.engine.reach import Reach
 from torchrope_lab.studies.engine.reference import described
 from torchrope_lab.studies.engine.study import Lab
 
 SHARES = (30, 40, 50, 60, 70, 80, 90, 100)
-CLAIMED = 40
-"""The share of the data, in percent, for which the first version of LieRE reports a lead."""
 
 
 def _levels(lab: Lab) -> Levels:
@@ -89,7 +82,6 @@ def _data_needed(results: Results) -> Section:
     title = f"Data needed for the top-1 of {described(reference)} with all of it"
     table = table_of(title, columns, map(Cell, found, found), note)
     less = sorted((row for row in table.rows if row["verdict"] == "needs less"), key=lambda row: row["needs"])  # type: ignore[arg-type, return-value]
-    clause, lead_notes = _lead_as_claimed(results)
     to_match = f"to match {described(reference)} with all of it"
     answer = f"This run cannot tell whether any encoding needs less data {to_match}"
     if less:
@@ -97,37 +89,9 @@ def _data_needed(results: Results) -> Section:
         answer = f"{len(less)} of {len(others)} encodings significantly need less data {to_match}, {less[0]['name']} "
         answer += f"the least with {share}"
     trained = results.grid[reference]
-    missing = [f"{share} %" for share in SHARES if share not in trained]
-    too_few = [f"Left out: {join_names(missing)}, with too few examples for one of each class."] if missing else []
-    return Section(
-        answer=f"{answer}{clause}.{one_seed(len(lab.seeds))}",
-        tables=[table],
-        notes=[*lead_notes, *too_few],
-    )
-
-
-def _lead_as_claimed(results: Results) -> tuple[str, list[str]]:
-    """Compare LieRE with all other families on 40 % of the data, as its paper does.
-
-    Returns:
-        The end of the answer's first sentence, empty if the lead is not significant, and a note; both empty if either
-        was not trained.
-    """
-    rights = results.right_at(CLAIMED)
-    own = [name for name in rights if issubclass(resolve_encoding(name).parts[-1], LieRE)]
-    others = [name for name in rights if name not in own]
-    if not own or not others:
-        return "", []
-    ahead = contrasts({(name, other): (rights[name], rights[other]) for name in own for other in others})
-    nearest = {name: min(others, key=lambda other: ahead[name, other].low) for name in own}
-    best = max(own, key=lambda name: ahead[name, nearest[name]].low)
-    lead = ahead[best, nearest[best]]
-    note = (
-        f"With {CLAIMED} % of the data {best} is ahead of {nearest[best]}, the nearest of {len(others)} encodings of "
-        f"other families, by {points(lead)}, at 5 % over all pairs (Bonferroni). {LIERE_1}, section 5.2, reports a "
-        "lead of 4.47 % over all comparable methods."
-    )
-    return f"; at {CLAIMED} % {best} leads all others by {points(lead)}" if lead.low > 0 else "", [note]
+    if missing := [f"{share} %" for share in SHARES if share not in trained]:
+        lab.leave_out(f"Left out: {join_names(missing)}, with too few examples for one of each class.")
+    return Section(answer=f"{answer}.{one_seed(len(lab.seeds))}", tables=[table])
 
 
 find = OneFactor(
@@ -150,5 +114,4 @@ find = OneFactor(
         ),
     ],
     reference=True,
-    notes=["All runs have the same number of epochs, so that less data also means fewer steps."],
 )

@@ -35,7 +35,6 @@ from torchrope_lab.studies.engine.reference import (
     all_but,
     described,
     mixed_counterparts,
-    mixed_notes,
     with_reference,
 )
 from torchrope_lab.studies.engine.runs import Measure, Run, Trained
@@ -120,19 +119,16 @@ def find(lab: Lab) -> Findings:
     """Train every encoding with a head for each task of the data, and evaluate at several sizes."""
     tasks = [task for task in TASKS if task.name in lab.data.tasks]
     reference = lab.reference or LEARNED
-    sizes, notes = sizes_of(lab.data), []
+    sizes = sizes_of(lab.data)
     possible: list[tuple[Task, Sequence[Run]]] = []
     plans = [(task, runs_of(lab, task)) for task in tasks]  # a bad reference raises before any training
     for task, plan in plans:
-        runs, left_out = feasible(lab, plan)
-        notes += [f"{task.title}: {note}" for note in left_out]
-        if runs:
+        if runs := feasible(lab, plan, f"{task.title}: "):
             possible.append((task, runs))
     if not possible:
-        return Findings(NONE_POSSIBLE, notes=notes)
+        return Findings(NONE_POSSIBLE)
     outcomes = measured(lab, possible)
     estimates = [outcome.estimates(reference) for outcome in outcomes]
-    over_mixed = [lead for of_task in estimates for leads in of_task[MIXED].values() for lead in leads]
     return Findings(
         answer=_answer(outcomes, sizes[-1], len(lab.seeds)),
         tables=[
@@ -143,7 +139,6 @@ def find(lab: Lab) -> Findings:
         ],
         figures=_figures(outcomes, sizes, reference, estimates),
         pictures=[_pictures(outcome, sizes) for outcome in outcomes],
-        notes=[*notes, *mixed_notes(over_mixed), *_notes(lab, outcomes)],
     )
 
 
@@ -226,8 +221,8 @@ def _table(outcome: Outcome, sizes: Sequence[EvaluationSize], other: str, values
         note = f"Differences on the same images. {SIMULTANEOUS}{f' {WITH_SAME}' if other == MIXED else ''}"
         return table_of(title, columns, values, note)
     note = (
-        f"Trained at {sizes[0].title}. Intervals are 95 % over the validation images. Encodings are tied if the "
-        "interval of the difference on the same images contains 0, at 5 % over all pairs (Holm)."
+        f"{task.about} Trained at {sizes[0].title}. Intervals are 95 % over the validation images. Encodings are tied "
+        "if the interval of the difference on the same images contains 0, at 5 % over all pairs (Holm)."
     )
     return table_of(title, columns, ranked[0], note)
 
@@ -287,24 +282,3 @@ def _answer(outcomes: Sequence[Outcome], size: EvaluationSize, seeds: int) -> st
         tied = f" ({len(others)} {NOT_DIFFERENT})" if others else ""
         clauses.append(f"{outcome.task.measure} is highest with {first}, {score}{tied}")
     return f"{size.where[0].upper()}{size.where[1:]} {'; '.join(clauses)}.{one_seed(seeds)}"
-
-
-def _notes(lab: Lab, outcomes: Sequence[Outcome]) -> list[str]:
-    notes = [outcome.task.about for outcome in outcomes]
-    heads = {outcome.task.name: next(iter(outcome.trained.values()))[0].run.config.model.head for outcome in outcomes}
-    notes.append("Backbones are randomly initialised; the paper's were pretrained on ImageNet-1k.")
-    if "detect" in heads:
-        notes.append(
-            f"The detector is {heads['detect']}; the paper's is DINO, whose ViT attends within windows in most layers. "
-            "Here all layers attend to the whole image unless a window is set."
-        )
-    if "segment" in heads:
-        notes.append(f"The segmenter is {heads['segment']}. Evaluation at several scales at once is left out.")
-    if isinstance(lab.data, Scenes):
-        notes.append(
-            "A larger canvas contains more digits of the same sizes; in the paper larger images show larger objects. "
-            "Each size has different scenes, so that values at different sizes cannot be compared."
-        )
-    else:
-        notes.append("Images are enlarged for larger sizes, and predictions are resampled to their own pixels.")
-    return notes

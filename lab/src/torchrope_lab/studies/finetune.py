@@ -24,7 +24,6 @@ from torchrope_lab.studies.engine.figures import TOP1_AXIS, figure
 from torchrope_lab.studies.engine.finetuning import ANGLE_COLUMN, BASELINE, TURN, fine_tuned
 from torchrope_lab.studies.engine.grid import (
     ABOUT_TOP1,
-    ONLY,
     TOP1_COLUMNS,
     OneFactor,
     Results,
@@ -45,8 +44,8 @@ ABOUT_ANGLE = (
 )
 
 
-def _swaps(lab: Lab) -> tuple[list[str], list[str]]:
-    """Combine rotary encodings with the pretrained model's absolute one, and note those that cannot be swapped in."""
+def _swaps(lab: Lab) -> list[str]:
+    """Combine rotary encodings with the pretrained model's absolute one."""
     names, others = [], []
     for name in lab.encodings:
         choice = resolve_encoding(name)
@@ -55,9 +54,9 @@ def _swaps(lab: Lab) -> tuple[list[str], list[str]]:
         else:
             rotary = next(part for part in name.split("+") if resolve_encoding(part).absolute is None)
             names.append(f"{BASELINE}+{rotary}")
-    left_out = [name for name in others if name not in ("none", BASELINE)]
-    notes = [f"Left out: {join_names(left_out)}, which are not rotary or have a bias."] if left_out else []
-    return [BASELINE, *(dict.fromkeys(names) or [f"{BASELINE}+mixed"])], notes
+    if left_out := [name for name in others if name not in ("none", BASELINE)]:
+        lab.leave_out(f"Left out: {join_names(left_out)}, which are not rotary or have a bias.")
+    return [BASELINE, *(dict.fromkeys(names) or [f"{BASELINE}+mixed"])]
 
 
 def _right_after(start: Trained, run: Run) -> Trained:
@@ -103,15 +102,10 @@ def _gains(results: Results) -> Section:
         *ANGLE_COLUMN,
     )
     note = f"{results.about_top1} Gains: {SIMULTANEOUS} {ABOUT_ANGLE}"
-    optim = results.grid[BASELINE][ONLY][0].run.config.optim
     return Section(
         changes=gains,
         tables=[results.table("Before and after fine-tuning", columns, note)],
         figures=[_figure(results, before)],
-        notes=[
-            f"Epochs of fine-tuning: {optim.epochs}, after {lab.config.optim.epochs}, at a rate of {optim.lr:.2g}. "
-            "The learned absolute encoding remains in the model with every rotary encoding."
-        ],
     )
 
 

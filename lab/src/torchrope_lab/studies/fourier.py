@@ -17,7 +17,7 @@ from torchrope_lab.conclusion import join_names
 from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.results import Axis, Column, Figure, Findings
 from torchrope_lab.studies.describe import label
-from torchrope_lab.studies.engine.checkpoints import Site, read_checkpoints, sites_of, warned
+from torchrope_lab.studies.engine.checkpoints import Site, read_checkpoints, sites_of
 from torchrope_lab.studies.engine.estimates import Columns, cells, estimate_in, mean_column, percent, table_of
 from torchrope_lab.studies.engine.figures import ENCODING_AXIS, figure, map_figure
 from torchrope_lab.studies.engine.runs import untrained
@@ -169,16 +169,16 @@ def find(lab: Lab) -> Findings:
     if not rotary and not rotating:
         names = [*lab.encodings, *(each.name for each in checkpoints)]
         raise ValueError(f"fourier needs rotary encodings, got {', '.join(names)}")
-    notes = warned(checkpoints)
-    notes += [f"{each.name} left out: it has no rotary encoding." for each in checkpoints if each not in rotating]
+    plain = [each.name for each in checkpoints if each not in rotating]
+    lab.leave_out(*(f"{name} left out: it has no rotary encoding." for name in plain))
     if left_out := [name for name in lab.encodings if name not in rotary]:
-        notes.append(f"{join_names(left_out)} left out: not rotary.")
+        lab.leave_out(f"{join_names(left_out)} left out: not rotary.")
     measured = []
     for name in rotary:
         try:
             measured.append(heads_of([_at_start(name, seed) for seed in lab.seeds], name, "ViT-B, initialisation"))
         except ValueError as error:
-            notes.append(f"{name} left out: {error}.")
+            lab.leave_out(f"{name} left out: {error}.")
     for name in rotary:
         measured += _trained(lab, name)
     for each in rotating:
@@ -195,7 +195,6 @@ def find(lab: Lab) -> Findings:
         answer=_answer(table.rows),
         tables=[table],
         figures=[_maps(measured), _bars(table.rows)],
-        notes=[*notes, *_NOTES, *([_OF_CHECKPOINTS] if rotating else [])],
     )
 
 
@@ -269,19 +268,6 @@ def _answer(rows: Sequence[Mapping[str, Any]]) -> str:
     )
     others = f", and most {most}" if len(ordered) > 1 else ""
     return f"By best fit one head has least energy outside a point {least}{others} ({state})."
-
-
-_NOTES = (
-    "RoPE-ViT's figure prints no numbers; it shows axial frequencies, and those of RoPE-Mixed trained on ImageNet.",
-    "ViT-B here is at initialisation, 14x14 tokens, 12 heads of 64 channels; trained encodings are the first layers of "
-    "runs in the same folder, if it has any.",
-    "For blocks larger than 2 the span of the coefficients is larger than what one query and one key can "
-    "represent, which weight the b² coefficients by a product of their channels.",
-)
-_OF_CHECKPOINTS = (
-    "Of checkpoints the first layer is shown, on their training lattice or window; shares of energy on lattices of "
-    "different sizes cannot be compared."
-)
 
 
 def _maps(measured: Sequence[Heads]) -> Figure:

@@ -50,7 +50,7 @@ def find(lab: Lab) -> Findings:
         lambda file: {END: summarise(file.sites), "relative": all(site.encoding.relative for site in file.sites)},
     )
     if not measured:
-        return Findings(models.unmeasured("None of the encodings has learned generators."), notes=models.notes)
+        return Findings(models.unmeasured("None of the encodings has learned generators."))
     free = {each.name: _change(each) for each in measured if START in each.results[0] and not _commutes(each)}
     moved = simultaneous_intervals({name: change.interval for name, change in free.items() if change.examples > 1})
     table = table_of("Generators at the start and trained", _columns(moved), measured, _NOTE)
@@ -58,7 +58,6 @@ def find(lab: Lab) -> Findings:
         answer=_answer(table.rows, moved, len(lab.seeds)),
         tables=[table],
         figures=[_by_layer(measured), *_densities(measured)],
-        notes=[*models.notes, *_UNITS, *([_ENDS_ALONE] if models.checkpoints else [])],
     )
 
 
@@ -212,13 +211,6 @@ _NOTE = (
     "at most 1. The distance from the start is ‖A′ − A‖ / ‖A‖, A at the start and A′ trained. Intervals are over the "
     "heads of all layers; verdicts on families that need not commute are at 5 % over all of them (Bonferroni)."
 )
-_UNITS = (
-    "The unit of position is the patch for RoPE-Mixed and STRING and the size of the training image for LieRE and "
-    "ComRoPE, as in their papers; rad per patch is comparable for all.",
-    "Blocks that do not depend on an axis, as in ComRoPE-AP, are zero. Counted, they divide its deviation by √N on N "
-    "axes, which would explain the paper's table 8, where ComRoPE-AP is 1/√2 of ComRoPE-LD.",
-)
-_ENDS_ALONE = "Checkpoints do not contain their initialisation: columns that need it are empty for them."
 
 
 def _answer(rows: Sequence[Mapping[str, Any]], moved: Mapping[str, Interval], seeds: int) -> str:

@@ -8,11 +8,12 @@ from torchrope_lab.studies.engine.study import Lab
 FROZEN, LEARNED = "frozen", "learned"
 
 
-def learning_encodings(lab: Lab) -> tuple[list[str], list[str]]:
-    """Return the encodings with learned generators, and a note on the others."""
+def learning_encodings(lab: Lab) -> list[str]:
+    """Return the encodings with learned generators."""
     names = [name for name in lab.encodings if _learns(lab, name)]
-    fixed = [name for name in lab.encodings if name not in names]
-    return names, [f"Left out: {join_names(fixed)}, whose generators are not learned."] if fixed else []
+    if fixed := [name for name in lab.encodings if name not in names]:
+        lab.leave_out(f"Left out: {join_names(fixed)}, whose generators are not learned.")
+    return names
 
 
 def _learns(lab: Lab, name: str) -> bool:
@@ -27,5 +28,4 @@ find = OneFactor(
     sections=[AgainstLevel("Learned against frozen generators", FROZEN), Accuracy()],
     claim="learning the generators",
     arms=learning_encodings,
-    notes=["Frozen generators keep their initial values."],
 )

@@ -3,7 +3,6 @@
 from typing import Any
 
 from torchrope.models import SIZES, SWIN_SIZES
-from torchrope_lab.conclusion import join_names
 from torchrope_lab.results import Column
 from torchrope_lab.studies.engine.estimates import table_of
 from torchrope_lab.studies.engine.grid import (
@@ -70,13 +69,7 @@ def _models(results: Results) -> Section:
         (Column("depth", "Layers"), lambda width: _written(built[width].arguments, "depth", "depths")),
         (Column("parameters", "Parameters", digits=0), lambda width: sum(p.numel() for p in built[width].parameters())),
     )
-    note = "Sizes differ in width, with head_dim as configured and the MLP in proportion; depth is the same."
-    if lab.config.model.size is not None:
-        note = f"Sizes are {join_names(BY_NAME)}; they differ in width, and large also in depth."
-    return Section(
-        tables=[table_of(f"The models, with {described(reference)}", columns, built)],
-        notes=[note],
-    )
+    return Section(tables=[table_of(f"The models, with {described(reference)}", columns, built)])
 
 
 def _written(arguments: dict[str, Any], *names: str) -> str:

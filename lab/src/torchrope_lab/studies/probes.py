@@ -151,7 +151,7 @@ def find(lab: Lab) -> Findings:
             rule = f"--probes.abilities {too_many[0]} needs {ABILITIES[too_many[0]].axes} axes or more"
             raise ValueError(f"{rule}, got --probes.axes {config.axes}")
         abilities = [ability for ability in abilities if ability.name not in too_many]
-    encodings, notes = _buildable(lab.encodings, config)
+    encodings = _buildable(lab, config)
     jobs = [
         Job(encoding, ability.name, head_dim, seed)
         for seed in lab.seeds
@@ -161,12 +161,10 @@ def find(lab: Lab) -> Findings:
     ]
     measured = _run(lab, jobs, config)
     diverged = {job.encoding: job for job, each in measured.items() if not isfinite(each["scores"][TRAINED.name])}
-    notes += [
-        f"{label(name)} is left out: its training diverged ({job.ability}, seed {job.seed})."
-        for name, job in diverged.items()
-    ]
+    for name, job in diverged.items():
+        lab.leave_out(f"{label(name)} is left out: its training diverged ({job.ability}, seed {job.seed}).")
     if not (encodings := [name for name in encodings if name not in diverged]):
-        raise ValueError(f"none of the encodings can be probed: {notes[-1]}")
+        raise ValueError(f"none of the encodings can be probed: {' '.join(lab.left_out)}")
     results = Results(encodings, abilities, config.channels[0], len(lab.seeds), measured)
     predicted = _predictions(results)
     return Findings(
@@ -178,24 +176,23 @@ def find(lab: Lab) -> Findings:
             *_claims(results),
         ],
         figures=[_matrix(results), *_transfer(results), *_masks(results, config), *_correlation(results)],
-        notes=[*notes, *_notes(results, config)],
     )
 
 
-def _buildable(encodings: Sequence[str], config: ProbesConfig) -> tuple[list[str], list[str]]:
-    """Return the encodings that a probe can have, and a note on each other one."""
-    built, notes = [], []
-    for encoding in encodings:
+def _buildable(lab: Lab, config: ProbesConfig) -> list[str]:
+    """Return the encodings that a probe can have."""
+    built = []
+    for encoding in lab.encodings:
         try:
             with torch.device("meta"):
                 for head_dim in config.channels:
                     Probe(encoding, config.sizes, head_dim, config.num_heads)
             built.append(encoding)
         except ValueError as error:
-            notes.append(f"{label(encoding)} is left out: {error}.")
+            lab.leave_out(f"{label(encoding)} is left out: {error}.")
     if not built:
-        raise ValueError(f"none of the encodings can be probed: {notes[0] if notes else 'none is given'}")
-    return built, notes
+        raise ValueError(f"none of the encodings can be probed: {' '.join(lab.left_out) or 'none is given'}")
+    return built
 
 
 def _run(lab: Lab, jobs: Sequence[Job], config: ProbesConfig) -> dict[Job, dict[str, Any]]:
@@ -444,14 +441,3 @@ def _abilities_of(results: Results) -> str:
     of = f"{len(able)} of {len(results.abilities)} abilities"
     which = f": {join_names(able)}" if able else ""
     return f"{label(results.encodings[0])} explains {100 * _threshold():.0f} % or more of {of}{which}."
-
-
-def _notes(results: Results, config: ProbesConfig) -> list[str]:
-    sizes = " × ".join(map(str, config.sizes))
-    return [
-        f"A layer of attention with {config.num_heads} heads of {results.head_dim} channels on lattices of {sizes} "
-        f"random symbols, {config.steps} steps of {config.batch_size} lattices; the encoding's own parameters "
-        + ("are those of the start." if config.frozen else f"have a learning rate of {config.encoding_lr:g}."),
-        "What attention can learn in one layer and few steps is measured, not what a model of many layers makes of it.",
-        *(["With fewer than three seeds the intervals are wide or missing."] if results.seeds < 3 else []),
-    ]

@@ -22,7 +22,6 @@ from torchrope_lab.studies.engine.estimates import (
     contrasts,
     name_columns,
     percent,
-    points,
     table_of,
     tied_with,
     top1,
@@ -38,7 +37,6 @@ from torchrope_lab.studies.other_sizes import (
     GROWN,
     HOW_SIZED,
     METHODS,
-    RESCALED,
     Adaptation,
     Sizes,
     adaptations,
@@ -68,11 +66,6 @@ TITLES = {
     GROWN: "Effect of windows that grow with the input",
 }
 """Titles of the tables of changes, for changes whose name does not fit into the default title."""
-TABLE_IN_PAPERS = (
-    "RoPE-ViT finds the opposite at every size above the training size (figure 4; 80.9 against 77.6 % at twice the "
-    "size, table 5), and LieRE no loss at twice the size (section 5.1; 71.7 after 69.3 %), both trained on "
-    "random-resized crops and evaluated on photographs with detail at that size."
-)
 
 
 def _sizes_of(lab: Lab, patch_size: Sequence[int]) -> Sizes:
@@ -87,7 +80,7 @@ def _sizes_of(lab: Lab, patch_size: Sequence[int]) -> Sizes:
     return Sizes(tuple(sorted({*others, trained})), trained, axis)
 
 
-# ---- changes of the training: settings of `Lab.run` and a note, or no settings and the reason
+# ---- changes of the training: settings of `Lab.run`, or none and the reason
 
 
 def _second_stage(lab: Lab, patch: int) -> tuple[dict[str, Any], str]:
@@ -109,10 +102,7 @@ def _second_stage(lab: Lab, patch: int) -> tuple[dict[str, Any], str]:
         make_data(lab.run("none", data=settings["data"]).config.data)
     except ValueError as error:
         return {}, f"No second stage: {error}."
-    return settings, (
-        f"The second stage has {epochs} more epoch{'s' if epochs > 1 else ''} at {side} pixels per side, with "
-        f"{STAGE_LR:g} of the learning rate; positions continue beyond those of the first stage."
-    )
+    return settings, ""
 
 
 def _mixed_sizes(lab: Lab, patch: int) -> tuple[dict[str, Any], str]:
@@ -122,22 +112,17 @@ def _mixed_sizes(lab: Lab, patch: int) -> tuple[dict[str, Any], str]:
     if lab.data.axes[-1] in KEPT_AXES:
         return {}, f"No training across mixed sizes: the length in {lab.data.axes[-1]} is not changed."
     sides = sorted({patch * max(1, round(scale * lab.data.input_size[-1] / patch)) for scale in MIXED_SCALES})
-    names = join_names([str(side) for side in sides])
     if len(sides) < len(MIXED_SCALES):
-        return {}, f"No training across mixed sizes: with patches of {patch} the only size is {names}."
-    return {"optim": {"train_sizes": sides}}, (
-        f"Mixed sizes: every training step draws one of {names} pixels per side, with the same number of steps; "
-        "ResFormer (Tian et al., CVPR 2023) has all sizes in a batch and a loss between them."
-    )
+        only = join_names([str(side) for side in sides])
+        return {}, f"No training across mixed sizes: with patches of {patch} the only size is {only}."
+    return {"optim": {"train_sizes": sides}}, ""
 
 
 def _perturbation(lab: Lab, patch: int) -> tuple[dict[str, Any], str]:
     """Jitter positions within their patches in training, as ComRoPE with intensity 1."""
     if lab.config.model.backbone == "swin" or lab.config.model.jitter:
         return {}, "No perturbation: it is compared on a ViT with model.jitter 0."
-    return {"model": {"jitter": 1.0}}, (
-        "Perturbation changes the positions of rotary encodings; unlike in ComRoPE, absolute encodings are unperturbed."
-    )
+    return {"model": {"jitter": 1.0}}, ""
 
 
 STAGED = ("learned", "axial", "mixed", "liere:8", "comrope-ld")
@@ -146,20 +131,22 @@ TRAINING_CHANGES = ((STAGE, _second_stage, STAGED), (MIXED, _mixed_sizes, STAGED
 """Changes of the training: name in tables, settings, and the encodings that it is compared with by default."""
 
 
-def _plan(lab: Lab, names: Sequence[str], patch: int) -> tuple[dict[Arm, list[Run]], list[str]]:
-    """Plan the runs over seeds of each arm, of all encodings if the user named encodings; and notes on the changes."""
-    plan, notes = {(name, ""): lab.runs([name]) for name in names}, []
+def _plan(lab: Lab, names: Sequence[str], patch: int) -> dict[Arm, list[Run]]:
+    """Plan the runs over seeds of each arm, of all encodings if the user named encodings."""
+    plan = {(name, ""): lab.runs([name]) for name in names}
     for what, settings_of, usual in TRAINING_CHANGES:
-        settings, note = settings_of(lab, patch)
+        settings, reason = settings_of(lab, patch)
+        if not settings:
+            lab.leave_out(reason)
+            continue
         chosen = [name for name in names if lab.config.encodings or name in usual]
         chosen = [name for name in chosen if what != JITTER or _is_rotary(name)]
-        notes += [note] if chosen or not settings else []
-        for name in chosen if settings else ():
+        for name in chosen:
             first = plan[name, ""]
             plan[name, what] = [
                 lab.run(name, run.seed, **settings, after=run if what == STAGE else None) for run in first
             ]
-    return plan, notes
+    return plan
 
 
 def _is_rotary(name: str) -> bool:
@@ -171,12 +158,12 @@ def _is_rotary(name: str) -> bool:
 
 def find(lab: Lab) -> Findings:
     """Evaluate the runs of the accuracy study, and changed and adapted ones, at several sizes."""
-    plain, notes = feasible(lab, lab.runs(lab.encodings))
+    plain = feasible(lab, lab.runs(lab.encodings))
     if not plain:
-        return Findings(NONE_POSSIBLE, notes=notes)
+        return Findings(NONE_POSSIBLE)
     patch_size = on_lattice(lab.blueprint(plain[0])).embed.patch_size
     sizes = _sizes_of(lab, patch_size)
-    plan, about = _plan(lab, list(dict.fromkeys(run.encoding for run in plain)), patch_size[-1])
+    plan = _plan(lab, list(dict.fromkeys(run.encoding for run in plain)), patch_size[-1])
     adapted = {arm: _adaptations(lab, arm, runs[0], sizes) for arm, runs in plan.items()}
     measures = {
         run.key: [_measure(lab, adaptation, size) for adaptation in adapted[arm] for size in adaptation.sizes]
@@ -185,13 +172,12 @@ def find(lab: Lab) -> Findings:
     }
     trained = iter(lab.train([run for runs in plan.values() for run in runs], lambda run: measures.get(run.key, ())))
     groups = {arm: [next(trained) for _ in runs] for arm, runs in plan.items()}
-    results, left_out = _evaluate(lab, groups, adapted, sizes)
+    results = _evaluate(lab, groups, adapted, sizes)
     effects = _effects(results)
     return Findings(
         answer=_answer(results, effects, sizes, len(lab.seeds)),
         tables=_tables(results, effects, sizes, _how_sized(lab.data, sizes)),
         figures=_figures(results, effects, sizes),
-        notes=[*_contradictions(results, effects, sizes), *notes, *about, *left_out, *_notes(lab, sizes, effects)],
     )
 
 
@@ -209,16 +195,15 @@ def _measure(lab: Lab, adaptation: Adaptation, size: Size) -> Measure:
 
 def _evaluate(
     lab: Lab, groups: Mapping[Arm, Sequence[Trained]], adapted: Mapping[Arm, Sequence[Adaptation]], sizes: Sizes
-) -> tuple[Results, list[str]]:
+) -> Results:
     """Collect the answers of the runs of all arms at all sizes, as trained and adapted."""
     results: Results = {size: {} for size in sizes.all}
-    notes = []
     for (name, what), runs in sorted(groups.items(), key=lambda group: not group[0][1]):  # tables in this order
         for adaptation in adapted[name, what]:
             try:
                 right = {size: _right(runs, lab, size, adaptation) for size in adaptation.sizes}
             except ValueError as error:
-                notes.append(f"{adaptation.what} of {name} is left out: {error}.")
+                lab.leave_out(f"{adaptation.what} of {name} is left out: {error}.")
             else:
                 for size in right:
                     results[size][name, adaptation.what or what] = right[size]
@@ -228,7 +213,7 @@ def _evaluate(
             for base, added in ((rotary, absolute), (absolute, rotary)):
                 if rotary and not what and (base, "") in groups:
                     answers[base, f"{added}{ADDED}"] = answers[name, ""]
-    return results, notes
+    return results
 
 
 def _right(runs: Sequence[Trained], lab: Lab, size: Size, adaptation: Adaptation) -> np.ndarray:
@@ -364,57 +349,3 @@ def _answer(results: Results, effects: Effects, sizes: Sizes, seeds: int) -> str
 def _how_sized(data: DataModule, sizes: Sizes) -> str:
     """Describe in a sentence how inputs of other sizes are made."""
     return f"Trained at {_shown(sizes.trained)}; inputs {HOW_SIZED[data.other_sizes]}."
-
-
-def _contradictions(results: Results, effects: Effects, sizes: Sizes) -> list[str]:
-    """Write a note for each claim of a paper on larger inputs that these results significantly contradict."""
-    if not sizes.larger:
-        return []
-    largest, notes = sizes.farthest, []
-    right = _unchanged(results[largest])
-    rotary = [name for name in right if "+" not in name and _is_rotary(name)]
-    gaps = contrasts({name: (right["learned"], right[name]) for name in rotary}) if "learned" in right else {}
-    if behind := [(gap, name) for name, gap in gaps.items() if gap.low > 0]:
-        gap, nearest = min(behind)
-        notes.append(
-            f"This contradicts the papers: at {_shown(largest)} learned, a resampled table, is ahead of {len(behind)} "
-            f"of {len(rotary)} rotary encodings, of the closest, {nearest}, by {points(gap)}. {TABLE_IN_PAPERS}"
-        )
-    gains: dict[str, Interval] = {}
-    for (name, what), gain in effects[largest].items():
-        is_theirs = name == "mixed" or name.partition(":")[0] == "liere"
-        if is_theirs and what.startswith((RESCALED, METHODS["interpolate"])) and gain.low > 0:
-            gains.setdefault(name, gain)
-    if gains:
-        added = join_names([f"{points(gain)} to {name}" for name, gain in gains.items()])
-        notes.append(
-            "This contradicts LieRE, section 5.1, where positions beyond the training range are better than "
-            f"positions rescaled to a fixed range: at {_shown(largest)} rescaling adds {added}."
-        )
-    return notes
-
-
-def _notes(lab: Lab, sizes: Sizes, effects: Effects) -> list[str]:
-    changes = {what for _, what in effects[sizes.farthest]}
-    notes = [_how_sized(lab.data, sizes)]
-    if changes & set(METHODS.values()):
-        notes.append(
-            "NTK and YaRN need frequencies, which blocks of 2 and STRING have; larger blocks are only interpolated. "
-            "YaRN includes its temperature. All methods are without training."
-        )
-    if any(what.startswith(RESCALED) for what in changes):
-        notes.append(
-            "ComRoPE's code rescales positions to a fixed range at every size; here they otherwise exceed the training "
-            "range. At larger sizes [0, 1] is interpolation."
-        )
-    for axis, what in (("time", "frames"), ("depth", "slices")):
-        if axis in lab.data.axes:
-            notes.append(f"The number of {what} is unchanged.")
-    if lab.data.views > 1:
-        notes.append("Other sizes are measured on one view of each example.")
-    if lab.config.model.backbone == "swin":
-        notes.append(
-            "Scaled frequencies are left out: positions of a Swin are those within a window. Its windows keep their "
-            "training size; RoPE-ViT grows windows with the input."
-        )
-    return notes

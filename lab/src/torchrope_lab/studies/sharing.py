@@ -27,15 +27,19 @@ def _levels(lab: Lab) -> Levels:
     return {name: LEVELS[name] for name in ("nothing", "heads")} if lab.config.model.backbone == "swin" else LEVELS
 
 
-def _learning(lab: Lab) -> tuple[list[str], list[str]]:
-    """Return the encodings whose rotary part learns, and notes on the others."""
+def _learning(lab: Lab) -> list[str]:
+    """Return the encodings whose rotary part learns."""
     names = [name for name in lab.encodings if _count(lab, name) > _absolute(lab, name)]
     others = [name for name in lab.encodings if name not in names]
-    notes = [f"Left out: {join_names(others)}, which have no learned parameters to share."] if others else []
+    if others:
+        lab.leave_out(f"Left out: {join_names(others)}, which have no learned parameters to share.")
     if lab.config.model.backbone == "swin":
-        notes.append("Left out: sharing across layers, whose windows and heads differ in a Swin.")
-    instead = [] if names else list(STUDIES["sharing"].encodings)
-    return names or instead, [*notes, f"Measured instead: {join_names(instead)}."] if instead else notes
+        lab.leave_out("Left out: sharing across layers, whose windows and heads differ in a Swin.")
+    if names:
+        return names
+    instead = list(STUDIES["sharing"].encodings)
+    lab.leave_out(f"Measured instead: {join_names(instead)}.")
+    return instead
 
 
 def _count(lab: Lab, name: str) -> int:

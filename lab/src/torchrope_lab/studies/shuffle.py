@@ -1,6 +1,5 @@
 """Accuracy drop with shuffled patches, frames or positions (LieRE tables 3 and 4)."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -53,14 +52,13 @@ def find(lab: Lab) -> Findings:
     name = "-".join(["shuffled", *kinds, str(SEED)])
     measured = models.measure(lambda _: Measure(name, partial(shuffled, kinds=kinds)))
     if not measured:
-        return Findings(models.unmeasured(NONE_POSSIBLE), notes=models.notes)
+        return Findings(models.unmeasured(NONE_POSSIBLE))
     chance = constant_accuracy(measured[0].stack("labels")[0])
     tables = {kind: _table(measured, kind, chance) for kind in kinds}
     return Findings(
         answer=_answer(tables, len(lab.seeds)),
         tables=list(tables.values()),
         figures=[_figure(tables, chance)],
-        notes=[*models.notes, *_notes(lab)],
     )
 
 
@@ -182,18 +180,3 @@ def _figure(tables: Mapping[str, Table], chance: float) -> Figure:
         low="low",
         high="high",
     )
-
-
-def _notes(lab: Lab) -> list[str]:
-    notes = [
-        "Each example has its own random permutation, so that the intervals include variation between permutations.",
-        "The drop measures how much a model depends on positions, not how well it uses them.",
-    ]
-    if lab.data.views > 1:
-        notes.append("Before and after are on one view of each example, not averaged over views.")
-    if lab.config.model.backbone == "swin":
-        notes.append("A Swin's windows and merging depend on positions without any encoding, so that none drops too.")
-    patch = math.prod(lab.config.model.patch_size)
-    if patch > 1:
-        notes.append("Pixels within a patch stay in order.")
-    return notes

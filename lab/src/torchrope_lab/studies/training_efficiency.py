@@ -24,7 +24,7 @@ from torchrope_lab.studies.engine.estimates import (
 from torchrope_lab.studies.engine.figures import ENCODING_AXIS, TOP1_AXIS, figure
 from torchrope_lab.studies.engine.grid import NAME_COLUMNS, ONLY, Cell, OneFactor, Results, Section
 from torchrope_lab.studies.engine.reach import Reach
-from torchrope_lab.studies.engine.reference import WITH_SAME, all_but, described, mixed_counterparts, mixed_notes
+from torchrope_lab.studies.engine.reference import WITH_SAME, all_but, described, mixed_counterparts
 from torchrope_lab.studies.engine.runs import Trained
 
 
@@ -35,7 +35,6 @@ def _sections(results: Results) -> Section:
     reach = _reach(groups, reference)
     table = _table(results, groups, reach)
     rows = sorted((row for row in table.rows if row["verdict"] == "sooner"), key=lambda row: row["epochs"])  # type: ignore[arg-type, return-value]
-    mixed, notes = _mixed(reach, reference)
     accuracy = f"the final accuracy of {described(reference)}"
     answer = f"This run cannot tell whether any encoding reaches {accuracy} sooner than that one itself"
     if rows:
@@ -44,14 +43,8 @@ def _sections(results: Results) -> Section:
         answer += f"{first['name']} {factor} times"
     return Section(
         answer=f"{answer}.{one_seed(len(lab.seeds))}",
-        tables=[table, *mixed],
+        tables=[table, *_mixed(reach, reference)],
         figures=[_curves(groups, reference), _factors(table.rows, reference)],
-        notes=[
-            f"All learning rates decay over the same {lab.config.optim.epochs} epochs; shorter schedules may give "
-            "other results.",
-            "Times depend on the machine and its load; epochs and steps do not.",
-            *notes,
-        ],
     )
 
 
@@ -155,8 +148,8 @@ def _table(results: Results, groups: Mapping[str, Sequence[Trained]], reach: Map
     return results.table(title, columns, note)
 
 
-def _mixed(reach: Mapping[str, Reach], reference: str) -> tuple[list[Table], list[str]]:
-    """Compare encodings that learn more than frequencies with RoPE-Mixed: a table and notes, empty without any."""
+def _mixed(reach: Mapping[str, Reach], reference: str) -> list[Table]:
+    """Compare encodings that learn more than frequencies with RoPE-Mixed: a table, none without any."""
     others = mixed_counterparts(reach, reference)
     sooner = _sooner(reach, others)
 
@@ -175,8 +168,7 @@ def _mixed(reach: Mapping[str, Reach], reference: str) -> tuple[list[Table], lis
     )
     title = f"Sooner than RoPE-Mixed at the final top-1 of {described(reference)}"
     cells = [Cell(name, ONLY) for name in others]
-    tables = [table_of(title, columns, cells, f"At 5 % over all rows (Bonferroni). {WITH_SAME}")] if others else []
-    return tables, mixed_notes(sooner.values())
+    return [table_of(title, columns, cells, f"At 5 % over all rows (Bonferroni). {WITH_SAME}")] if others else []
 
 
 def _curves(groups: Mapping[str, Sequence[Trained]], reference: str) -> Figure:

@@ -1,6 +1,5 @@
 """Load trained models for studies: published checkpoints, files of `torchrope.save`, run folders."""
 
-import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,14 +43,12 @@ class Checkpoint:
         path: Path that the user gave.
         model: On the CPU, in evaluation mode.
         sites: Rotary encodings, the first layer first; empty if it has none.
-        warned: Warnings of its loader.
     """
 
     name: str
     path: Path
     model: nn.Module
     sites: list[Site]
-    warned: list[str]
 
     @property
     def title(self) -> str:
@@ -79,11 +76,6 @@ def encodings_of_runs(paths: Sequence[str]) -> list[str]:
     return [config_of_run(place).encoding for place in places if is_run(place)]
 
 
-def warned(checkpoints: Sequence[Checkpoint]) -> list[str]:
-    """Return the loaders' warnings, for the notes of a study."""
-    return [f"{each.name}: {text}" for each in checkpoints for text in each.warned]
-
-
 def _place(path: str) -> Path:
     """Resolve a path: for a weights file of a run, return the run's folder."""
     place = Path(path).expanduser()
@@ -104,16 +96,14 @@ def _short_names(places: Sequence[Path], others: Collection[str]) -> list[str]:
 
 
 def _read(place: Path, name: str) -> Checkpoint:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        try:
-            model = read_model(place)
-            sites = sites_of(model)
-        except ValueError as error:
-            raise ValueError(f"--checkpoint {place} cannot be read: {error}") from None
+    try:
+        model = read_model(place)
+        sites = sites_of(model)
+    except ValueError as error:
+        raise ValueError(f"--checkpoint {place} cannot be read: {error}") from None
     if all(isinstance(site.encoding, NoEncoding) for site in sites):
         sites = []
-    return Checkpoint(name, place, model.eval(), sites, [str(each.message) for each in caught])
+    return Checkpoint(name, place, model.eval(), sites)
 
 
 def sites_of(model: nn.Module) -> list[Site]:

@@ -1,4 +1,4 @@
-"""Classifiers with each encoding: their conclusion, main table, figures and notes."""
+"""Classifiers with each encoding: their conclusion, main table and figures."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from torchrope_lab.conclusion import BASELINE, ENOUGH_SEEDS, Conclusion, join_names
+from torchrope_lab.conclusion import BASELINE, Conclusion
 from torchrope_lab.results import Column, Figure, Table
 from torchrope_lab.statistics import conclude, constant_accuracy
 from torchrope_lab.studies.engine.estimates import (
@@ -179,37 +179,3 @@ def main_table(comparison: Comparison, title: str, extra: Columns = (), note: st
 def accuracy_figures(comparison: Comparison) -> list[Figure]:
     """Build the figures of accuracy: at the end of training, and after every epoch."""
     return [top1_by_encoding(comparison.rights, comparison.conclusion.chance), top1_curves(comparison.groups)]
-
-
-def notes_on(comparison: Comparison, classes: Sequence[object]) -> list[str]:
-    """Write notes on what limits the conclusion.
-
-    Args:
-        comparison: The comparison.
-        classes: Names of the classes.
-    """
-    found, notes = comparison.conclusion, []
-    if over := [name for name, runs in comparison.groups.items() if _over_fits(runs)]:
-        notes.append(f"Over-fitted, the validation loss ends 10 % or more above its lowest: {', '.join(over)}.")
-    for first in dict.fromkeys(comparison.same.values()):
-        others = [name for name, other in comparison.same.items() if other == first]
-        notes.append(
-            f"{join_names([first, *others])} are the same function on these data, with equal losses and predictions: "
-            f"the comparison counts them once, as {first}."
-        )
-    counts = np.bincount(comparison.labels, minlength=len(classes))
-    predicted = {kind for run in comparison.runs for kind in run.predicted}
-    if missing := [kind for kind, count in enumerate(counts) if count and kind not in predicted]:
-        named = [f"{classes[kind]} ({counts[kind]} example{'s' if counts[kind] > 1 else ''})" for kind in missing]
-        notes.append(f"No model predicts {join_names(named)}.")
-    if found.seeds < ENOUGH_SEEDS:
-        notes.append(
-            f"{'One training' if found.seeds == 1 else 'Two trainings'} each: answer and intervals are about these "
-            "models. --seeds 3 compares encodings: it measures the variation between trainings."
-        )
-    return notes
-
-
-def _over_fits(runs: Sequence[Trained]) -> bool:
-    losses = [mean for _, mean, _, _ in over_epochs(runs, "val_loss")]
-    return bool(losses) and losses[-1] > 1.1 * min(losses)

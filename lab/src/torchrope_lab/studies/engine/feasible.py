@@ -7,27 +7,27 @@ from torchrope_lab.studies.engine.runs import Run
 from torchrope_lab.studies.engine.study import Lab
 
 
-def feasible(lab: Lab, runs: Iterable[Run]) -> tuple[list[Run], list[str]]:
+def feasible(lab: Lab, runs: Iterable[Run], where: str = "") -> list[Run]:
     """Leave out runs whose model cannot be built, for example because head_dim is not divisible by the block size.
 
     Args:
-        lab: Lab of the study.
+        lab: Lab of the study, whose `left_out` gets a reason for each encoding left out.
         runs: The requested runs.
+        where: Beginning of the reasons.
 
     Returns:
-        The feasible runs, in order, and a note for each encoding left out, with the reason.
+        The feasible runs, in order.
 
     Raises:
         ValueError: a name is unknown.
     """
-    feasible_runs, notes = [], {}
+    feasible_runs = []
     for run in runs:
         resolve_encoding(run.encoding)
         try:
             lab.blueprint(run)
         except ValueError as error:
-            notes[run.encoding] = f"{run.encoding} is left out: {error}."
+            lab.leave_out(f"{where}{run.encoding} is left out: {error}.")
         else:
             feasible_runs.append(run)
-    lab.left_out |= dict.fromkeys(notes.values())
-    return feasible_runs, list(notes.values())
+    return feasible_runs

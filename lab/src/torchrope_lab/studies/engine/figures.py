@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from torchrope_lab.conclusion import STILL_RISING, rise
 from torchrope_lab.results import Axis, Figure, Row, Value
 from torchrope_lab.studies.engine.estimates import cells, top1_cells
 from torchrope_lab.studies.engine.runs import Trained
@@ -83,14 +82,6 @@ def over_epochs(runs: Sequence[Trained], key: str) -> list[tuple[int, float, flo
         if len(finite) == len(values):
             found.append((int(epochs[0]["epoch"]), fmean(finite), min(finite), max(finite)))
     return found
-
-
-def notes_on_rising(groups: Mapping[str, Sequence[Trained]]) -> list[str]:
-    """Name the groups whose validation top-1, the mean over runs, rises by more than a point at the end of training."""
-    curves = {name: [mean for _, mean, _, _ in over_epochs(runs, "val_top1")] for name, runs in groups.items()}
-    rising = [name for name, curve in curves.items() if (rise(curve) or 0.0) > STILL_RISING]
-    about = "Still rising by more than a point over the last fifth of training, so that longer training may change the "
-    return [f"{about}answer: {', '.join(rising)}."] if rising else []
 
 
 Point = tuple[str, str, float, Sequence[float | None]]

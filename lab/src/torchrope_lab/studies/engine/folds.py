@@ -73,23 +73,6 @@ def in_order(folds: Sequence[Any], data: DataModule) -> np.ndarray:
     return ordered
 
 
-def notes_of_data(data: DataModule) -> list[str]:
-    """State how the examples were predicted, if they were in folds, and whether they are in groups."""
-    notes = []
-    if folds := data.config.folds:
-        notes.append(
-            f"Cross-validation in {folds} folds: every example is predicted once per seed, by a model trained on the "
-            "other folds. Models of different folds share training data, and intervals do not include what this adds "
-            "to their width. Numbers of training and validation examples are those of the first fold."
-        )
-    if (groups := data.num_groups) is not None and groups < (count := len(data.val_labels)):
-        notes.append(
-            f"The {count:,} validation examples are of {groups:,} patients or other groups. Intervals count examples "
-            "as independent: if those of a group are alike, intervals are too narrow and differences may be chance."
-        )
-    return notes
-
-
 def _folds(run: Run) -> range:
     return range(run.config.data.folds or 1)
 

@@ -33,14 +33,13 @@ from torchrope_lab.studies.engine.estimates import (
     with_interval,
 )
 from torchrope_lab.studies.engine.feasible import feasible
-from torchrope_lab.studies.engine.figures import TOP1_AXIS, figure, notes_on_rising
+from torchrope_lab.studies.engine.figures import TOP1_AXIS, figure
 from torchrope_lab.studies.engine.reference import (
     AHEAD_OF_MIXED,
     WITH_SAME,
     all_but,
     described,
     mixed_counterparts,
-    mixed_notes,
     reference_of,
 )
 from torchrope_lab.studies.engine.runs import MeasuresOf, Run, Trained
@@ -182,13 +181,12 @@ class OneFactor:
         measure: What changes; "{reference}" is the reference in words.
         factor: The factor.
         levels: Settings by level, or a function of the lab that returns them; by default one level, the study's.
-        arms: Function that returns the encodings to train and notes on those left out; by default all are trained.
+        arms: Function that returns the encodings to train; by default all are.
         runs: Function of lab, encoding, level and settings that plans runs, by default `Lab.runs`.
         measures: Returns what else is measured of a run, see `Lab.train`.
         reference: Whether the reference is trained at every level too.
         backbones: Backbones that have the factor; empty for all.
         further: Returns whether sections train further runs, see `Lab.train`.
-        notes: Remarks.
     """
 
     sections: Sequence[Callable[[Results], Section]]
@@ -196,7 +194,7 @@ class OneFactor:
     measure: str = "accuracy"
     factor: Factor = Factor("", "")
     levels: Levels | Callable[[Lab], Levels] = field(default_factory=lambda: {ONLY: {}})
-    arms: Callable[[Lab], tuple[list[str], list[str]]] = lambda lab: (list(lab.encodings), [])
+    arms: Callable[[Lab], list[str]] = lambda lab: list(lab.encodings)
     runs: Callable[[Lab, str, Level, Mapping[str, Any]], Sequence[Run]] = lambda lab, name, _, settings: lab.runs(
         [name], **settings
     )
@@ -204,7 +202,6 @@ class OneFactor:
     reference: bool = False
     backbones: Sequence[str] = ()
     further: Callable[[Lab], bool] = lambda _: False
-    notes: Sequence[str] = ()
 
     def __call__(self, lab: Lab) -> Findings:
         """Train the runs and compare them."""
@@ -212,28 +209,25 @@ class OneFactor:
         if self.backbones and backbone not in self.backbones:
             rule = f"{self.factor.title} is a choice of {join_names(self.backbones)}"
             return Findings(answer=f"{rule}: with a {backbone} there is nothing to compare.")
-        names, left_out = self.arms(lab)
+        names = self.arms(lab)
         if not names:
-            return Findings(answer=f"There is nothing to train. {' '.join(left_out)}")
+            return Findings(answer=f"There is nothing to train. {' '.join(lab.left_out)}")
         reference = reference_of(lab) if self.reference or lab.reference else ""
         if self.reference:
             names = list(dict.fromkeys([reference, *names]))
         levels = self.levels(lab) if callable(self.levels) else self.levels
         plan = {name: {level: self.runs(lab, name, level, levels[level]) for level in levels} for name in names}
-        grid, refused = train_grid(lab, plan, self.measures, further=self.further(lab))
+        grid = train_grid(lab, plan, self.measures, further=self.further(lab))
         results = Results(lab, grid, self.factor, reference)
         sections = [section(results) for section in self.sections]
 
         def joined(kind: str) -> list[Any]:
             return [part for section in sections for part in getattr(section, kind)]
 
-        titled = {f"{name} ({level})" if level else name: runs for name, level, runs in results.cells}
         answer = next((section.answer for section in sections if section.answer), "")
-        kinds = ("tables", "figures", "pictures")
         return Findings(
             answer=answer or self._sentence(sections[0].changes, results),
-            notes=[*self.notes, *left_out, *joined("notes"), *refused, *notes_on_rising(titled)],
-            **{kind: joined(kind) for kind in kinds},
+            **{kind: joined(kind) for kind in ("tables", "figures", "pictures")},
         )
 
     def _sentence(self, changes: Changes, results: Results) -> str:
@@ -243,9 +237,7 @@ class OneFactor:
         return change_sentence(self.claim, measure, moved, len(results.lab.seeds))
 
 
-def train_grid(
-    lab: Lab, plan: Plan, measures: MeasuresOf = lambda _: (), *, further: bool = False
-) -> tuple[Grid, list[str]]:
+def train_grid(lab: Lab, plan: Plan, measures: MeasuresOf = lambda _: (), *, further: bool = False) -> Grid:
     """Train the cells of a grid, except those whose model cannot be built.
 
     Args:
@@ -253,26 +245,20 @@ def train_grid(
         plan: Runs over seeds, by encoding and level.
         measures, further: See `Lab.train`.
 
-    Returns:
-        The cells, and a note for each that was left out.
-
     Raises:
         ValueError: no cell is left, or a name is unknown.
     """
     trainable: dict[str, dict[Level, Sequence[Run]]] = {}
-    notes = []
     for name, level, runs in _each(plan):
-        possible, refused = feasible(lab, runs)
-        notes += refused if level == ONLY else [f"At {level}: {note}" for note in refused]
-        if possible:
+        if possible := feasible(lab, runs, "" if level == ONLY else f"At {level}: "):
             trainable.setdefault(name, {})[level] = possible
     if not trainable:
-        raise ValueError(f"no model of the study can be built: {notes[0]}")
+        raise ValueError(f"no model of the study can be built: {' '.join(lab.left_out)}")
     trained = iter(lab.train([run for _, _, runs in _each(trainable) for run in runs], measures, further=further))
     grid: Grid = {}
     for name, level, runs in _each(trainable):
         grid.setdefault(name, {})[level] = [next(trained) for _ in runs]
-    return grid, notes
+    return grid
 
 
 # ---- sections
@@ -351,7 +337,7 @@ class AgainstMixed:
         """Compare the encodings; pairs with the reference are left out: another table shows them."""
         ahead = leads(results, mixed_counterparts(results.grid, results.reference))
         tables = results.change_table(AHEAD_OF_MIXED, ahead, "Ahead", WITH_SAME)
-        return Section(changes=ahead, tables=tables, notes=mixed_notes(ahead.values()))
+        return Section(changes=ahead, tables=tables)
 
 
 @dataclass(frozen=True)
@@ -403,18 +389,15 @@ def leads(results: Results, others: Mapping[str, str]) -> Changes:
     return results.changes(lambda name, level: (others.get(name, ""), level))
 
 
-def baseline_changes(results: Results, encoding: str) -> tuple[Changes, list[str]]:
+def baseline_changes(results: Results, encoding: str) -> Changes:
     """Train an encoding with the study's settings, and compute the accuracy of every cell minus that of its runs.
 
     Returns:
-        The differences, without cells of the same runs; if the model does not support the encoding none, and a note.
+        The differences, without cells of the same runs.
     """
-    runs, refused = feasible(results.lab, results.lab.runs([encoding]))
-    if not runs:
-        return {}, refused
-    trained = results.lab.train(runs)
+    trained = results.lab.train(results.lab.runs([encoding]))
     others = [cell for cell in results.cells if cell.runs[0].run.key != trained[0].run.key]
-    return contrasts({(cell.name, cell.level): (cell.right, correct(trained)) for cell in others}), refused
+    return contrasts({(cell.name, cell.level): (cell.right, correct(trained)) for cell in others})
 
 
 def trends(grid: Grid, x: Callable[[float], float] = log2, reference: str | None = None) -> dict[str, Interval]:

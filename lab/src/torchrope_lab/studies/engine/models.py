@@ -13,7 +13,7 @@ from torch import nn
 from torchrope.encodings import Encoding
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.studies.describe import label
-from torchrope_lab.studies.engine.checkpoints import Checkpoint, read_checkpoints, warned
+from torchrope_lab.studies.engine.checkpoints import Checkpoint, read_checkpoints
 from torchrope_lab.studies.engine.estimates import NAMES, Columns, by_encoding
 from torchrope_lab.studies.engine.feasible import feasible
 from torchrope_lab.studies.engine.runs import Measure, Run
@@ -64,16 +64,14 @@ class Models:
         lab: Lab of the study.
         runs: Runs whose model can be built.
         checkpoints: Models read from files.
-        notes: What is left out, and warnings of loaders.
     """
 
     lab: Lab
     runs: Sequence[Run]
     checkpoints: Sequence[Checkpoint]
-    notes: list[str]
 
     def select(self, condition: Callable[[Sequence[Encoding]], bool], reason: str) -> "Models":
-        """Leave out models whose rotary encodings do not satisfy a condition, with a note of the reason."""
+        """Leave out models whose rotary encodings do not satisfy a condition, for a reason."""
         rotary = {
             run.encoding: [each for each in self.lab.blueprint(run).modules() if isinstance(each, Encoding)]
             for run in self.runs
@@ -82,12 +80,13 @@ class Models:
         left_out = [name for name, encodings in rotary.items() if not condition(encodings)]
         runs = [run for run in self.runs if run.encoding not in left_out]
         files = [file for file in self.checkpoints if file.name not in left_out]
-        return Models(self.lab, runs, files, [*self.notes, *(f"{name} is left out: {reason}." for name in left_out)])
+        self.lab.leave_out(*(f"{name} is left out: {reason}." for name in left_out))
+        return Models(self.lab, runs, files)
 
     def measure(
         self, measure_of: Callable[[Run], Measure], checkpoint: Callable[[Checkpoint], Result] | None = None
     ) -> list[Measures]:
-        """Train the runs, and measure all models; runs that diverged are left out, with a note.
+        """Train the runs, and measure all models; runs that diverged are left out.
 
         Args:
             measure_of: Returns what is measured of a run.
@@ -98,7 +97,7 @@ class Models:
         for name, runs in by_encoding(trained).items():
             finite = [each for each in runs if each.val_loss is not None and isfinite(each.val_loss)]
             if len(finite) < len(runs):
-                self.notes.append(f"{name}: {len(runs) - len(finite)} of {len(runs)} runs diverged and are left out.")
+                self.lab.leave_out(f"{name}: {len(runs) - len(finite)} of {len(runs)} runs diverged and are left out.")
             if finite:
                 found.append(Measures(name, label(name), [each.measured(measure_of(each.run).name) for each in finite]))
         if checkpoint is not None:
@@ -131,5 +130,4 @@ def select_models(lab: Lab, encodings: Sequence[str], checkpoints: Sequence[str]
         ValueError: an encoding is unknown, or a file is missing or contains no supported model.
     """
     files = read_checkpoints(checkpoints, encodings)
-    runs, notes = feasible(lab, lab.runs(encodings))
-    return Models(lab, runs, files, [*notes, *warned(files)])
+    return Models(lab, feasible(lab, lab.runs(encodings)), files)

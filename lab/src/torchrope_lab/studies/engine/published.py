@@ -116,7 +116,3 @@ def _row(cells: Sequence[str], text: bool) -> dict[str, float | str | None]:
 
 def _number(text: str) -> float | None:
     return None if text.strip() in ("", "-") else float(text.replace(",", ""))
-
-
-LIERE_1, LIERE_2, LIERE_REVIEWS = cite("liere-1"), cite("liere-2"), cite("liere-reviews")
-COMROPE, ROPE_VIT = cite("comrope"), cite("rope-vit")

@@ -1,13 +1,11 @@
 """Accuracy differences to a reference encoding, and of families with learned generators to RoPE-Mixed."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from torchrope.encodings import STRING, ComRoPEAP, ComRoPELD, LieRE
-from torchrope_lab.conclusion import Interval
 from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.studies.engine.config import LEARNED, reference_for
-from torchrope_lab.studies.engine.published import LIERE_REVIEWS
 from torchrope_lab.studies.engine.study import Lab
 
 MIXED = "mixed"
@@ -87,14 +85,3 @@ def _parts(name: str) -> list[str]:
 
 def _learns_beyond_frequencies(part: str) -> bool:
     return issubclass(resolve_encoding(part).parts[-1], BEYOND_FREQUENCIES)
-
-
-def mixed_notes(found: Collection[Interval]) -> list[str]:
-    """Count the comparisons in which encodings that learn more than frequencies are ahead of RoPE-Mixed."""
-    if not found:
-        return []
-    ahead, behind = sum(each.low > 0 for each in found), sum(each.high < 0 for each in found)
-    return [
-        f"LieRE, ComRoPE and STRING against RoPE-Mixed, in place of an absolute encoding, as the meta-review asks "
-        f"({LIERE_REVIEWS}): significantly ahead in {ahead} of {len(found)} comparisons, behind in {behind}."
-    ]

@@ -25,7 +25,7 @@ from torchrope_lab.schema import build
 from torchrope_lab.studies.describe import describe_data, describe_skipped
 from torchrope_lab.studies.engine.config import LabConfig, StudyConfig, fitting
 from torchrope_lab.studies.engine.dry_run import NotTrained, print_plan
-from torchrope_lab.studies.engine.folds import in_folds, notes_of_data, pooled
+from torchrope_lab.studies.engine.folds import in_folds, pooled
 from torchrope_lab.studies.engine.published import cite, published
 from torchrope_lab.studies.engine.runs import Job, MeasuresOf, Run, Store, Trained, dependency_rounds
 from torchrope_lab.studies.engine.workers import data_of, run_jobs
@@ -54,7 +54,7 @@ class Lab:
         skipped: Files that the runs could not read, with the reason.
         trained: Provenance of the runs, by key.
         seconds_left: Estimated time of the work after training; None if nothing was trained.
-        left_out: Notes on encodings whose model cannot be built.
+        left_out: What was asked for and is left out, with the reason.
     """
 
     def __init__(self, config: LabConfig, encodings: Sequence[str], console: Console, *, dry_run: bool = False) -> None:
@@ -108,6 +108,10 @@ class Lab:
             run=self.config.run,
         )
         return Run(config, after)
+
+    def leave_out(self, *reasons: str) -> None:
+        """Say in the results what was asked for and is left out, and why."""
+        self.left_out |= dict.fromkeys(reasons)
 
     def runs(self, encodings: Sequence[str], **settings: Any) -> list[Run]:
         """Return a run of each encoding with each seed, settings as in `run`."""
@@ -276,8 +280,6 @@ def run_study(
             console.print("nothing to train")
         return None
     findings = replace(study.find(lab), published=published(study.name))
-    if study.needs_data:
-        findings = replace(findings, notes=[*findings.notes, *notes_of_data(lab.data)])
     result = StudyResult(
         study=study.name,
         title=study.title,
@@ -286,6 +288,7 @@ def run_study(
         findings=findings,
         data=describe(lab) if study.needs_data else None,
         run=facts_of(command, _settings(lab, study), lab.trained.values()),
+        left_out=list(lab.left_out),
     )
     file = Path(config.out) / (f"{study.name}-{lab.data.slug}.json" if study.needs_data else f"{study.name}.json")
     result.write(file)
