@@ -179,7 +179,7 @@ def rerotate(
     if not encoding.relative:
         rule = "rerotate needs an encoding with R(p + δ) = R(δ) R(p): cache the keys before they are rotated"
         raise ValueError(f"{rule}, got {type(encoding).__name__} with relative=False")
-    tokens = heads_first("keys", keys, layout)[0].shape[-2:-1] or (1,)
+    tokens = heads_first("keys", keys, layout).shape[-2:-1] or (1,)
     moved = torch.as_tensor(delta, dtype=wide_dtype(keys), device=None if isinstance(delta, Tensor) else keys.device)
     if moved.ndim < 2:
         moved = moved.reshape(1, -1).expand(*tokens, -1)

@@ -488,7 +488,7 @@ def pack(positions: Sequence[Tensor]) -> Packed:
     Rotate queries and keys `(1, heads, total, head_dim)` by an encoding's rotation of `positions`; then restrict
     attention to each sample: `Attention` takes `lengths`; `mask()` works with any attention; flex_attention takes
     `create_block_mask(lambda b, h, i, j: samples[i] == samples[j], None, None, total, total)`; kernels for variable
-    lengths take `cu_seqlens`. The `values()` of a jagged `torch.nested` tensor are packed in the same way.
+    lengths take `cu_seqlens`.
 
     Args:
         positions: `(tokens, axes)` of each sample.

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from torchrope.ops.layouts import heads_first, require_same_offsets
+from torchrope.ops.layouts import heads_first, in_layout
 from torchrope.ops.pairs import Pair, absent
 from torchrope.rotations import Rotation
 
@@ -23,8 +23,7 @@ def rotate(
 
     Args:
         q: Queries `(batch, heads, tokens, head_dim)`, any strides, any number of leading dimensions; views of a packed
-            projection work, `q, k, v = qkv.unbind(2)`. A `torch.nested` tensor that is jagged in its tokens is rotated
-            by the concatenated positions of all its tokens, as in `Packed`.
+            projection work, `q, k, v = qkv.unbind(2)`. For samples of several lengths see `torchrope.pack`.
         k: Keys, same layout. It may have fewer heads (grouped-query attention): then each key head serves the same
             number of query heads, and the encoding must have num_heads = key heads, or heads that share one rotation.
         rotation: The rotation that an encoding returned for the positions of q, and of k without `key_rotation`.
@@ -38,8 +37,7 @@ def rotate(
 
     Raises:
         ValueError: q or k and their rotation disagree on batch, heads, tokens or head_dim; inputs that the chosen
-            `torchrope.backend` does not support; an unknown layout or unsupported nested tensor; jagged q, k and
-            positions with other tokens in a sample.
+            `torchrope.backend` does not support; an unknown layout or a nested tensor.
 
     Example:
         >>> import torch, torchrope as tr
@@ -51,20 +49,15 @@ def rotate(
     _require_rotation(rotation)
     if key_rotation is not None:
         _require_rotation(key_rotation)
-    if q.is_nested or k.is_nested:
-        require_same_offsets(q, k if key_rotation is None else None, rotation.offsets)
-        if key_rotation is not None:
-            require_same_offsets(k, None, key_rotation.offsets)
-    (of_q, restore_q), (of_k, restore_k) = heads_first("q", q, layout), heads_first("k", k, layout)
-    x = Pair(of_q, of_k, scores_only)
+    x = Pair(heads_first("q", q, layout), heads_first("k", k, layout), scores_only)
     if key_rotation is None:
         rotated_q, rotated_k = rotation.encode(rotation.checked(x))
     else:
         rotation.check("q", x.q, x.k)
         key_rotation.check("k", x.k, x.q)
-        x = Pair(of_q, of_k, scores_only and rotation.shares_basis(key_rotation, x))
+        x = Pair(x.q, x.k, scores_only and rotation.shares_basis(key_rotation, x))
         rotated_q, rotated_k = rotation.encode(x.only_q())[0], key_rotation.encode(x.only_k())[1]
-    rotated_q, rotated_k = restore_q(rotated_q), restore_k(rotated_k)
+    rotated_q, rotated_k = in_layout(rotated_q, layout), in_layout(rotated_k, layout)
     if rotated_q.dtype != q.dtype or rotated_k.dtype != k.dtype:
         return rotated_q.to(q.dtype), rotated_k.to(k.dtype)
     return rotated_q, rotated_k
@@ -80,7 +73,7 @@ def apply(
     """Rotate one tensor:  x' = R(p) x.  For queries, keys, values or the output of attention.
 
     Args:
-        x: `(batch, heads, tokens, head_dim)`, any strides, any number of leading dimensions, or jagged in its tokens.
+        x: `(batch, heads, tokens, head_dim)`, any strides, any number of leading dimensions.
         rotation: The rotation that an encoding returned for the positions of x.
         layout: As `rotate`'s.
         scores_only: As `rotate`'s; must be equal for queries and keys, which must share the rotation, dtype and number
@@ -93,12 +86,10 @@ def apply(
         ValueError: as `rotate`.
     """
     _require_rotation(rotation)
-    if x.is_nested:
-        require_same_offsets(x, None, rotation.offsets)
-    own, restore = heads_first("x", x, layout)
+    own = heads_first("x", x, layout)
     rotation.check("x", own, None)
     pair = Pair(own, absent(own), scores_only)
-    return restore(rotation.encode(pair)[0]).to(x.dtype)
+    return in_layout(rotation.encode(pair)[0], layout).to(x.dtype)
 
 
 def _require_rotation(rotation: Rotation) -> None:

@@ -37,12 +37,10 @@ class Rotation(ABC):
     Attributes:
         head_dim: Channels per head.
         num_heads: Number of heads to rotate; by default that of `shape`. A rotation with one head is broadcast.
-        offsets: Where the samples begin and end among the tokens, if positions were jagged: `(samples + 1)`.
     """
 
     head_dim: int
     num_heads: int | None = None
-    offsets: Tensor | None = None
 
     @abstractmethod
     def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
@@ -162,7 +160,7 @@ class Rotation(ABC):
         if not selected:
             raise ValueError(f"a slice of heads must select 1 or more of {self.heads}, got {heads}")
         parts: dict[str, Any] = self._part(batch, heads, tokens)
-        return replace(self, num_heads=len(selected), offsets=None, **parts)
+        return replace(self, num_heads=len(selected), **parts)
 
     @abstractmethod
     def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Any]:

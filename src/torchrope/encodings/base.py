@@ -4,7 +4,6 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from typing_extensions import NotRequired, Self, TypedDict
 
 from torchrope.ops.backends import check_not_onnx, takes_kernels
+from torchrope.ops.layouts import require_dense
 from torchrope.ops.library import OPS
 from torchrope.ops.reference import combine
 from torchrope.ops.shapes import fits_kernels, require_shape, require_square, shown
@@ -164,21 +164,12 @@ class Encoding(Float32Module, ABC):
         """
         return None
 
-    def __call__(self, positions: Positions, *args: Any, **settings: Any) -> Any:
-        """Call `forward`; the result of jagged positions keeps their offsets, to which `rotate` compares its inputs."""
-        rotation = super().__call__(positions, *args, **settings)
-        if isinstance(positions, Tensor) and positions.is_nested:
-            jagged: Any = positions  # whose methods Tensor does not declare
-            return replace(rotation, offsets=jagged.offsets())
-        return rotation
-
     def forward(self, positions: Positions) -> Rotation:
         """Compute the rotation of each position:  R(p) = exp(sum_a p_a A_a).
 
         Args:
             positions: `(tokens, num_axes)` shared by a batch, or `(batch, tokens, num_axes)`; integers work. Lists and
-                NumPy arrays are converted to torch's default dtype on the device of the encoding. A jagged
-                `torch.nested` tensor `(batch, jagged, num_axes)` is concatenated to one sequence without batch.
+                NumPy arrays are converted to torch's default dtype on the device of the encoding.
 
         Returns:
             A `Planar` rotation for blocks of 2, a `PlanarInBasis` for frequencies in another basis. A `Commuting` one
@@ -330,8 +321,7 @@ class Encoding(Float32Module, ABC):
             except (TypeError, ValueError, RuntimeError) as error:
                 rule = "positions must be numbers (tokens, axes)"
                 raise ValueError(f"{rule}, got {type(positions).__name__}: {error}") from None
-        if positions.is_nested:
-            positions = positions.values()
+        require_dense("positions", positions)
         if positions.ndim not in (2, 3):
             rule = "positions must be (tokens, axes) or (batch, tokens, axes)"
             raise ValueError(f"{rule}, got shape {tuple(positions.shape)}")
