@@ -201,7 +201,6 @@ class Findings:
         figures: The numbers to draw.
         pictures: Images with ground truth and predictions.
         published: Results of papers for the same question.
-        notes: Remarks: what was left out, what differs from the papers.
 
     Raises:
         ValueError: two figures have the same name.
@@ -211,7 +210,6 @@ class Findings:
     tables: Sequence[Table] = ()
     figures: Sequence[Figure] = ()
     published: Sequence[Table] = ()
-    notes: Sequence[str] = ()
     pictures: Sequence[Pictures] = ()
 
     def __post_init__(self) -> None:

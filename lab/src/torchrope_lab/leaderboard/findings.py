@@ -1,4 +1,4 @@
-"""Answer, notes and advice of a leaderboard, and all that its page shows, from its entry."""
+"""Answer of a leaderboard, and all that its page shows, from its entry."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,7 +7,6 @@ from torchrope_lab.leaderboard.answers import DIFFERENT, Answers, Comparison, co
 from torchrope_lab.leaderboard.entry import DataSetResults, Entry
 from torchrope_lab.leaderboard.tables import (
     figure_of_gaps,
-    judge,
     limits_of_tuning,
     table_of_claims,
     table_of_data,
@@ -18,8 +17,6 @@ from torchrope_lab.leaderboard.tables import (
 )
 from torchrope_lab.results import Findings
 from torchrope_lab.studies.engine.estimates import points
-
-_NOT_SHOWN = "Not shown: models, data sets and settings other than those of this plan."
 
 
 def find(entry: Entry, own: Sequence[str] = ()) -> Findings:
@@ -46,7 +43,6 @@ def find(entry: Entry, own: Sequence[str] = ()) -> Findings:
         answer=_about_own(added, answers, on_sets) if added else _answer(answers, on_sets, over),
         tables=[table for table in tables if table.rows],
         figures=[figure for figure in figures if figure.rows],
-        notes=[*_about_predictions(answers), _NOT_SHOWN, *_notes(answers)],
     )
 
 
@@ -99,28 +95,3 @@ def _against_best(comparison: Comparison, name: str, data_set: str) -> str:
         return f"alone on {data_set}"
     compared = comparison.between(same, rest[0])
     return f"{compared.verdict}, {points(compared.gap)} to {rest[0]} on {data_set}"
-
-
-def _about_predictions(answers: Answers) -> list[str]:
-    verdicts = [verdict for *_, verdict in judge(answers, "predictions")]
-    counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts)]
-    return [f"Predictions on data sets: {', '.join(counts)}."] if counts else []
-
-
-def _notes(answers: Answers) -> list[str]:
-    """Write the notes: equal functions, number and time of training runs, provenance of each data set, omissions."""
-    same: dict[str, list[str]] = {}
-    for data_set, names in answers.same.items():
-        for first in dict.fromkeys(names.values()):
-            group = sorted(name for name in names if names[name] == first)
-            if len(group) > 1:
-                same.setdefault(", ".join(group), []).append(data_set)
-    equal = [
-        f"The same function on {join_names(where)}, with the same answers under every condition and the same losses: "
-        f"{names}. They count once there."
-        for names, where in same.items()
-    ]
-    sets = answers.sets.values()
-    from_where = [f"{results.name}: {results.arguments}; {results.source}." for results in sets]
-    left_out = [f"{results.name}: {note}" for results in sets for note in results.notes]
-    return [*equal, *filter(None, [cost_of([*sets])]), *from_where, *left_out]
