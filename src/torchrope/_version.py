@@ -1,3 +1,3 @@
-"""The version, readable without importing torch."""
+"""The version, which setuptools reads without importing torch."""
 
 __version__ = "0.2.0"

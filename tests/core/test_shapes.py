@@ -273,7 +273,6 @@ owner = reduce(getattr, parents, torch)
 value = getattr(owner, name)
 delattr(owner, name)
 import torchrope as tr
-tr.rotate, tr.MixedRoPE  # imported on first use
 setattr(owner, name, value)  # PyTorch itself needs it
 q, encoding = torch.randn(1, 2, 9, 16), tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=16)
 exact = tr.rotate(q.double(), q.double(), encoding.double()(tr.grid(3, 3).double()))[0]

@@ -79,8 +79,3 @@ def test_both_have_one_version_and_the_laboratory_requires_it(wheels: dict[str, 
     version = next(line for line in library.splitlines() if line.startswith("Version: "))
     assert version in laboratory.splitlines()
     assert f"Requires-Dist: torchrope=={version.removeprefix('Version: ')}" in laboratory.splitlines()
-
-
-def test_former_place_names_the_new_one() -> None:
-    with pytest.raises(ImportError, match="torchrope_lab"):
-        __import__("torchrope.lab.cli")

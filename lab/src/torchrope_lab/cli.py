@@ -8,12 +8,11 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal
 
-from torchrope import __version__
-from torchrope.files import write_whole
 from torchrope_lab import recipes
 from torchrope_lab.arguments import as_list, nearest
 from torchrope_lab.data.config import with_crop_ratio
@@ -168,7 +167,7 @@ def _run(arguments: list[str]) -> int:
         print(HELP, end="")
         return 0
     if arguments[0] == "--version":
-        print(f"torchrope {__version__}")
+        print(f"torchrope {version('torchrope')}")
         return 0
     command, *rest = arguments
     if command not in _COMMANDS:
@@ -406,6 +405,7 @@ def _add_evaluate_options(parser: Any) -> None:
 
 
 def _evaluate(arguments: list[str]) -> int:
+    from torchrope.files import write_whole
     from torchrope_lab.results import clean
     from torchrope_lab.training.config import EvaluationConfig
 

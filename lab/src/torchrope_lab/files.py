@@ -8,8 +8,6 @@ from csv import DictReader
 from pathlib import Path
 from typing import Any
 
-from torchrope.files import UNFINISHED, write_whole
-
 CURVE = "curve.csv"
 EVALUATION = "evaluation.json"
 LONGEST = 60
@@ -22,14 +20,13 @@ _TOO_DEEP = f"nesting must be at most {MAX_DEPTH} levels deep, got more"
 
 
 def write_new(path: Path, content: str | bytes) -> bool:
-    """Write a file as `write_whole`, unless it exists: of several processes only one writes it.
-
-    Returns:
-        Whether it was written.
+    """Write a file as `write_whole` unless it exists, and return whether: of several processes only one writes it.
 
     Raises:
         OSError: as `write_whole`.
     """
+    from torchrope.files import write_whole  # imports torch, which help needs not
+
     try:
         write_whole(path, content, _move_to_new)
     except _Exists:
@@ -59,6 +56,8 @@ def _move_to_new(unfinished: str, path: Path) -> None:
 
 def holds_files(folder: Path, ignored: Sequence[str] = ()) -> bool:
     """Whether a folder exists and has files other than the ignored ones and unfinished ones of `write_whole`."""
+    from torchrope.files import UNFINISHED
+
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return any(name not in ignored and not name.startswith(UNFINISHED) for name in names)
 

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from torchrope.files import write_whole
 from torchrope_lab.conclusion import Conclusion
 from torchrope_lab.files import read_mapping
 from torchrope_lab.schema import PositiveInt, build, require, short
@@ -367,6 +366,8 @@ class StudyResult:
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON atomically; NaN and infinity become null."""
+    from torchrope.files import write_whole
+
     text = json.dumps(clean(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     write_whole(path, text + "\n")
 
