@@ -23,7 +23,7 @@ class ParityError(Exception):
         self.failures = list(failures)
 
 
-def require_parity(names: Sequence[str], setting: Setting, *, backend: str = "auto") -> float:
+def require_parity(names: Sequence[str], setting: Setting) -> float:
     """Compare the values and all gradients of every encoding's fast path with the reference in float64.
 
     The largest error may be twice that of the reference in the same dtype, plus eight rounding steps of the largest
@@ -36,20 +36,20 @@ def require_parity(names: Sequence[str], setting: Setting, *, backend: str = "au
         ParityError: an error exceeds the allowed one.
     """
     smaller = replace(setting, **{name: min(getattr(setting, name), limit) for name, limit in _LARGEST.items()})
-    compared = [(f"{name}: {line}", share) for name in names for line, share in _compare(name, smaller, backend)]
+    compared = [(f"{name}: {line}", share) for name in names for line, share in _compare(name, smaller)]
     if failures := [line for line, share in compared if not share <= 1]:
         raise ParityError(failures)
     return max(share for _, share in compared)
 
 
-def _compare(name: str, setting: Setting, backend: str) -> list[tuple[str, float]]:
+def _compare(name: str, setting: Setting) -> list[tuple[str, float]]:
     """Describe every compared tensor, with its error as a share of the allowed one; NaN if it cannot be compared."""
     task = make_task(name, setting)
     truth, plain = _results(_in_float64(task), "reference"), _results(task, "reference")
     try:
-        fast = _results(task, backend)
+        fast = _results(task, "auto")
     except (RuntimeError, NotImplementedError) as error:
-        return [(f"{backend} raised {type(error).__name__}: {' '.join(str(error).split())}", math.nan)]
+        return [(f"auto raised {type(error).__name__}: {' '.join(str(error).split())}", math.nan)]
     differences = {what: share_of_allowed_error(fast[what], plain[what], truth[what]) for what in truth}
     return [(f"{what}: {line}", share) for what, (line, share) in differences.items()]
 

@@ -36,15 +36,8 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Task:
-    """Inputs of all implementations: q and k `(batch, heads, tokens, head_dim)` to rotate, and their positions.
-
-    Attributes:
-        setting: Shape, dtype and device.
-        encoding: The encoding, whose parameters every implementation shares or copies.
-        positions: `(tokens, axes)`, on the lattice of the encoding's paper.
-        q: Queries.
-        k: Keys.
-        cotangents: Upstream gradients of rotated q and k.
+    """Inputs of all implementations: q and k `(batch, heads, tokens, head_dim)`, upstream gradients of both rotated,
+    positions `(tokens, axes)`, and the encoding, whose parameters every implementation shares or copies.
     """
 
     setting: Setting
@@ -57,13 +50,9 @@ class Task:
 
 @dataclass(frozen=True)
 class Peer:
-    """An implementation of the rotation.
+    """An implementation that builds the rotation from its parameters and rotates q and k.
 
-    Attributes:
-        name: Name of the implementation.
-        rotate: Builds the rotation from the parameters and applies it to q and k.
-        parameters: Parameters that get a gradient, besides q and k.
-        channels: Its channel i is channel `channels[i]` in torchrope's layout; None if the layouts are equal.
+    Its channel i is channel `channels[i]` in torchrope's layout; None if the layouts are equal.
     """
 
     name: str

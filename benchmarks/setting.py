@@ -48,12 +48,7 @@ class Setting:
 
 
 def nearest_to_cube(tokens: int, axes: int) -> tuple[int, ...]:
-    """Factor a number of tokens into one size per axis, as nearly equal as they can be.
-
-    Example:
-        >>> nearest_to_cube(64, 2), nearest_to_cube(24, 3), nearest_to_cube(7, 2)
-        ((8, 8), (2, 3, 4), (1, 7))
-    """
+    """Factor a number of tokens into one size per axis, as nearly equal as they can be: 24 on three axes is 2x3x4."""
     if axes == 1:
         return (tokens,)
     divisors = (size for size in range(1, tokens + 1) if tokens % size == 0)

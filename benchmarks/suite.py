@@ -61,10 +61,10 @@ class Plan:
     growth_rounds: int = 3
 
 
-def standard_plan(device: str = "cpu") -> Plan:
+def standard_plan() -> Plan:
     """Return the sizes of the targets: ViT-S on images of 224x224, and layer steps with the tokens of 32x32 images."""
     vit_s = Training(input_size=224, patch_size=16, batch=8, dim=384, depth=12, num_heads=6, rounds=9, overheads=())
-    return Plan(Setting(device=device), vit_s)
+    return Plan(Setting(), vit_s)
 
 
 def run_suite(plan: Plan, *, num_threads: int | None = None, command: str = "", log: Log = print) -> Suite:
@@ -88,11 +88,7 @@ def run_suite(plan: Plan, *, num_threads: int | None = None, command: str = "", 
 def measure_layer_steps(setting: Setting, rounds: int, command: str, log: Log) -> SpeedResults:
     """Check parity, then time a step of every encoding, its implementations interleaved in every round.
 
-    A step builds the rotation from its parameters, applies it to q and k, and computes the gradients of q, k and the
-    parameters.
-
-    Raises:
-        ParityError: a fast path differs from the float64 reference; nothing is measured then.
+    A step builds the rotation, applies it to q and k, and computes the gradients of q, k and the parameters.
     """
     log(f"parity against float64: {', '.join(BENCH_ENCODINGS)}")
     largest = require_parity(BENCH_ENCODINGS, setting)

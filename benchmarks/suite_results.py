@@ -19,13 +19,7 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True)
 class StepTime:
-    """Time of a layer step in one implementation.
-
-    Attributes:
-        name: Name of the implementation.
-        milliseconds: Time of a step.
-        ratio: Its time over torchrope's in the same round: how many times as fast torchrope is.
-    """
+    """Time of a layer step in one implementation, and its ratio to torchrope's in the same round."""
 
     name: str
     milliseconds: Quartiles
@@ -34,13 +28,9 @@ class StepTime:
 
 @dataclass(frozen=True)
 class EncodingTimes:
-    """Comparison of implementations of one encoding.
+    """Comparison of implementations of one encoding, torchrope first; `left_out` has reasons why others are absent.
 
-    Attributes:
-        encoding: Name of the encoding.
-        backend: The backend that torchrope used; "reference" if no kernels support this device and dtype.
-        timed: Every implementation that could be measured, torchrope first.
-        left_out: Reasons why others could not be measured, by name.
+    `backend` is that of torchrope, "reference" if no kernels support this device and dtype.
     """
 
     encoding: str
@@ -70,12 +60,7 @@ class Source:
 class SpeedResults:
     """Layer steps: for every encoding, time of building and applying the rotation, with gradients.
 
-    Attributes:
-        setting: Shape, dtype, device.
-        rounds: Number of rounds of the medians.
-        encodings: The comparison of each encoding.
-        source: Machine, versions, commit.
-        parity: Largest error as a share of the allowed one; None if not recorded.
+    `parity` is the largest error as a share of the allowed one; None if not recorded.
     """
 
     setting: Setting

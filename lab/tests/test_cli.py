@@ -23,7 +23,6 @@ from torchrope_lab.cli import main
 from torchrope_lab.conclusion import Conclusion
 from torchrope_lab.data.config import VolumesConfig, options
 from torchrope_lab.files import read_curve
-from torchrope_lab.leaderboard.plan import read_plan
 from torchrope_lab.results import Row, StudyResult, Table
 from torchrope_lab.training.config import ExecutionConfig, RunConfig
 from torchrope_lab.training.run import train
@@ -685,14 +684,6 @@ def test_help_names_every_encoding(capsys: pytest.CaptureFixture[str]) -> None:
         main(["compare", "--help"])
     told = capsys.readouterr().out.partition("Encodings:")[2].partition(";")[0]
     assert {name.strip() for name in told.split(",")} == {*ROTARY, *ABSOLUTE, *BIAS}
-
-
-def test_help_of_the_benchmark_names_data_sets_of_its_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["leaderboard", "--help"])
-    found = re.search(r"leaderboard (\S+) --only (\S+) ", capsys.readouterr().out)
-    assert found is not None
-    assert list(read_plan(found[1]).only(found[2].split(",")).sets) == found[2].split(",")
 
 
 def test_library_imports_only_torch_and_quickly() -> None:

@@ -17,13 +17,13 @@ LINES = {
     "src/torchrope": 22184,
     "src/torchrope/ops": 6740,
     "src/torchrope/integrations": 6130,
-    "lab/src": 31334,
+    "lab/src": 29712,
     "tests": 23890,
-    "lab/tests": 24974,
+    "lab/tests": 24115,
     "benchmarks": 4500,
     "examples": 1000,
 }
-WORDS = 29911
+WORDS = 29410
 NAMES = 47
 
 

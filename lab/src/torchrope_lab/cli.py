@@ -11,15 +11,15 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from torchrope_lab import recipes
 from torchrope_lab.arguments import as_list, nearest
 from torchrope_lab.data.config import with_crop_ratio
 from torchrope_lab.files import EVALUATION
 from torchrope_lab.mistakes import is_mistake
-from torchrope_lab.options import REPLACED, Parsed, add_allow, given_settings, parse
-from torchrope_lab.schema import DISTINCT, NOT_EMPTY, Fraction, PositiveFloat, PositiveInt
+from torchrope_lab.options import REPLACED, Parsed, given_settings, parse
+from torchrope_lab.schema import Fraction, PositiveFloat, PositiveInt
 
 HELP = """\
 usage: torchrope COMMAND [options]
@@ -31,7 +31,6 @@ commands:
   train        train one model
   evaluate     measure a trained model
   study        repeat a study of the papers on data of your choice; --list names them
-  leaderboard  compare encodings on several data sets; check and merge entries of other runs
   report       rebuild the HTML page from the results in a folder
   recipes      list the training settings of papers, or print one
 
@@ -107,30 +106,13 @@ load_published that the file does not determine, as in --load input_size=224.
 """
 
 REPORT = """\
-Rebuild OUT/report/index.html from the results of `torchrope compare`, `study` and `leaderboard` in OUT, or from a
-run of `torchrope train`.
-"""
-
-LEADERBOARD = """\
-Train every encoding on several data sets, to convergence or a limit, at its own best rates, and say which differ:
-
-  torchrope leaderboard two-cores --out runs/a                          an included plan; --list lists all
-  torchrope leaderboard two-cores --only digits,motion --out runs/b     some of its data sets
-  torchrope leaderboard --entries a.json,b.json --out runs/merged       compares entries of other runs
-  torchrope leaderboard --check a.json                                  check an entry for consistency
-
-Learning rates are chosen on held-out training examples, and epochs are doubled while that changes accuracy by half a
-point. The same command resumes an interrupted leaderboard; with other data sets or encodings it adds to the entry in
-OUT. Writes to OUT: the runs, entry/entry.json, which others can check and merge, and report/index.html. A plan of your
-own is a YAML file in the format of the included ones, with user-defined encodings as mypackage.module:Class, whose
-package --allow mypackage permits: docs/leaderboard.md. Merging imports none.
+Rebuild OUT/report/index.html from the results of `torchrope compare` and `study` in OUT, or from a run of
+`torchrope train`.
 """
 
 _INSTALL = "(in a clone of torchrope: pip install . ./lab)"
 RECIPES = "List the recipes for --recipe NAME of train, compare and study, or print one."
 
-Names = Annotated[list[str], NOT_EMPTY, DISTINCT]
-Files = Annotated[list[Path], NOT_EMPTY]
 _OF_SEGMENTATION = ("crop", "scales", "flip")
 _NOT_STORED = {
     "accelerator", "barebones", "benchmark", "detect_anomaly", "devices", "enable_autolog_hparams",
@@ -140,7 +122,6 @@ _NOT_STORED = {
 }  # fmt: skip
 """Options of Lightning's Trainer that do not change results, or that name devices."""
 _LIMITS = ("trainer.max_steps", "trainer.max_time", "trainer.limit_train_batches")
-_OF_PLAN = ("only", "encodings", "parallel", "slurm", "author")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -194,12 +175,6 @@ def _fail(command: str, error: object) -> int:
     return 2
 
 
-def _parse_compare(arguments: Sequence[str]) -> Parsed[Any]:
-    from torchrope_lab.studies.config import CompareConfig
-
-    return parse("compare", COMPARE, CompareConfig, arguments, _add_dry_run)
-
-
 def _add_dry_run(parser: Any) -> None:
     from torchrope_lab.arguments import ReadBefore
 
@@ -208,7 +183,9 @@ def _add_dry_run(parser: Any) -> None:
 
 
 def _compare(arguments: list[str]) -> int:
-    parsed = _parse_compare(arguments)
+    from torchrope_lab.studies.config import CompareConfig
+
+    parsed = parse("compare", COMPARE, CompareConfig, arguments, _add_dry_run)
     config = parsed.config
     counts = {"encoding": len(config.encodings), "seed": config.seeds}
     counts |= {"fold": config.data.folds} if config.data.folds else {}
@@ -359,17 +336,12 @@ def _train(arguments: list[str]) -> int:
 
 
 def _find_encodings_of(parsed: Parsed[Any], setting: str) -> None:
-    """Check that the encodings of a setting exist, see `_find_encodings`."""
-    value = getattr(parsed.config, setting)
-    names = [value] if isinstance(value, str) else value or []
-    _find_encodings(names, parsed.name(setting), parsed.allow)
-
-
-def _find_encodings(names: Sequence[str], option: str, allow: Sequence[str] = ()) -> None:
-    """Check that encodings exist; import modules of user-defined ones if typed on the command line, or in --allow."""
+    """Check that the encodings of a setting exist; import modules of those typed on the command line, or in --allow."""
     from torchrope_lab.encodings import load_modules, resolve_encoding
 
-    load_modules(names, None if option.startswith("--") else allow)
+    value, option = getattr(parsed.config, setting), parsed.name(setting)
+    names = [value] if isinstance(value, str) else value or []
+    load_modules(names, None if option.startswith("--") else parsed.allow)
     for name in names:
         try:
             resolve_encoding(name)
@@ -531,82 +503,6 @@ def _report(arguments: list[str]) -> int:
     return _write_report(options.out)
 
 
-def _leaderboard(arguments: list[str]) -> int:
-    from torchrope_lab.leaderboard.plan import plans, read_plan
-
-    parsed = parse("leaderboard", LEADERBOARD, NoneType, arguments, _add_leaderboard_options, "[PLAN] [options]")
-    options = parsed.options
-    if options.list:
-        _print_table({name: read_plan(name).title for name in plans()})
-        return 0
-    if options.check:
-        if options.plan is not None:
-            raise ValueError(f"--check must be without a plan, got {options.plan}")
-        _refuse(parsed, (*_OF_PLAN, "out", "entries"), "training or merging, got --check")
-        return _check_entries(options.check)
-    if options.plan is None and not options.entries:
-        raise ValueError(f"a plan must be named, {', '.join(plans())} or a YAML file, or --entries, got neither")
-    plan = None if options.plan is None else read_plan(options.plan)
-    if plan is None:
-        _refuse(parsed, _OF_PLAN, "a plan, got no plan")
-    else:
-        plan = plan.only(options.only) if options.only else plan
-        plan = replace(plan, encodings=options.encodings) if options.encodings else plan
-        _find_encodings(plan.encodings, "--encodings" if options.encodings else "encodings of the plan", parsed.allow)
-    from rich.console import Console
-
-    from torchrope_lab.leaderboard.entry import Entry
-    from torchrope_lab.leaderboard.run import SETS, measure_plan, write_results
-
-    others = [Entry.read(file) for file in options.entries or []]
-    command = shlex.join(["torchrope", "leaderboard", *arguments])
-    if plan is None:
-        if (options.out / SETS).exists():
-            raise ValueError(f"--out must be another folder than that of a plan to merge entries, got {options.out}")
-        write_results(options.out, None, others, command)
-    else:
-        measure_plan(
-            plan,
-            options.out,
-            author=options.author,
-            command=command,
-            console=Console(),
-            parallel=options.parallel,
-            slurm=options.slurm,
-            others=others,
-            allow=parsed.allow,
-        )
-    return _write_report(options.out)
-
-
-def _check_entries(files: Sequence[Path]) -> int:
-    from torchrope_lab.leaderboard.entry import Entry
-    from torchrope_lab.leaderboard.run import check_against_data
-
-    for file in files:
-        entry = Entry.read(file)
-        for data_set in entry.sets:
-            outcome = check_against_data(data_set)
-            print(f"{file}: {data_set.name}: {len(data_set.encodings)} encodings, {outcome}")
-    return 0
-
-
-def _add_leaderboard_options(parser: Any) -> None:
-    entries = "entry files to merge and compare with this run"
-    add = parser.add_argument
-    add("plan", nargs="?", metavar="PLAN", help="name of a plan, or a YAML file")
-    add("--list", action="store_true", help="list the included plans")
-    add("--only", type=Names, metavar="A,B", help="data sets of the plan; by default all")
-    add("--encodings", type=Names, metavar="A,B", help="compare these instead of the plan's")
-    add("--out", type=Path, default="torchrope-leaderboard", help="output folder")
-    add("--parallel", type=PositiveInt, default=1, metavar="N", help="runs at a time")
-    add("--slurm", metavar="NAME=VALUE,...", help="train on a Slurm cluster, as torchrope study does")
-    add("--author", default="", metavar="NAME", help="author that the entry names")
-    add("--entries", type=Files, metavar="A,B", help=entries)
-    add("--check", type=Files, metavar="A,B", help="only check entries for consistency")
-    add_allow(parser)
-
-
 def _recipes(arguments: list[str]) -> int:
     def add(parser: Any) -> None:
         parser.add_argument("name", nargs="?", metavar="NAME", help="print this recipe, as YAML")
@@ -653,7 +549,6 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "study": _study,
     "train": _train,
     "evaluate": _evaluate,
-    "leaderboard": _leaderboard,
     "report": _report,
     "recipes": _recipes,
 }

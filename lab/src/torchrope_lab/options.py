@@ -79,7 +79,6 @@ def parse(
     arguments: Sequence[str],
     add: Callable[[Any], None] | None = None,
     usage: str = "[options]",
-    allow: Sequence[str] | None = None,
 ) -> Parsed[Config]:
     """Parse the options of a command; defaults are those of the recipe, or of the data set.
 
@@ -90,8 +89,6 @@ def parse(
         arguments: The words after the command.
         add: Adds more options to the parser.
         usage: Shown by --help after the command's name.
-        allow: Modules and packages that may be imported, for arguments that a file contains; None for typed ones, which
-            may import what they name and what --allow names.
 
     Raises:
         ValueError: the command does not have an option or does not accept a value, in one line.
@@ -99,9 +96,8 @@ def parse(
     from jsonargparse import ArgumentError, set_parsing_settings
 
     typed = list(_pairs(arguments))
-    imports = allow is None
     allowed = [value for option, value in typed if option == "--allow" and value]
-    allow = [name for value in allowed for name in as_list(value, str)] if allow is None else [*allow]
+    allow = [name for value in allowed for name in as_list(value, str)]
     set_parsing_settings(import_path_denylist=["*", *_LOADERS], import_path_allowlist=[*_ALLOWED, *allow])
     given = given_settings(arguments, config)
     data, named = (given[name].value if name in given else None for name in ("data.name", "recipe"))
@@ -110,7 +106,7 @@ def parse(
     parser = _parser(command, description, usage, config)
     if is_dataclass(config):
         name = str(data or recipe.get("data", {}).get("name", "digits"))
-        data_settings = _data_settings(name, given.get("data.name", Given("--data", name)), allow, imports)
+        data_settings = _data_settings(name, given.get("data.name", Given("--data", name)), allow)
         if named is None and data not in recipes.names():
             source = data_settings.recipe
             recipe = recipes.settings(source)
@@ -172,12 +168,6 @@ def _parser(command: str, description: str, usage: str, config: type) -> Any:
     return parser
 
 
-def add_allow(parser: Any) -> None:
-    """Add --allow, which only the command line has."""
-    allowed = "modules and packages from which classes, encodings and data that files name may be imported"
-    parser.add_argument("--allow", action=ReadBefore, nargs=None, metavar="A,B", help=allowed)
-
-
 def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     """Pair the options among arguments with the text that follows; argparse decides whether it is their value."""
     for word, following in zip(arguments, [*arguments[1:], "--"], strict=False):
@@ -217,10 +207,10 @@ def given_settings(arguments: Sequence[str], config: type) -> dict[str, Given]:
     return given
 
 
-def _data_settings(name: str, given: Given, allow: Sequence[str], imports: bool) -> type[DataConfig]:
+def _data_settings(name: str, given: Given, allow: Sequence[str]) -> type[DataConfig]:
     """Return the settings class of a data set; the module of a user's source must be typed or allowed."""
     try:
-        load_module(name, None if imports and given.typed else allow)
+        load_module(name, None if given.typed else allow)
         return settings_of(name)
     except ValueError as error:
         raise ValueError(str(error).replace("--data", given.name, 1)) from None
@@ -230,7 +220,8 @@ def _add_settings(parser: Any, config: type, data: type[DataConfig]) -> None:
     """Add the options of a dataclass, with those of a data set for its field `data`."""
     parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
     parser.add_argument("--recipe", type=str, default=None, help="settings by name, see torchrope recipes")
-    add_allow(parser)
+    allowed = "modules and packages from which classes, encodings and data that files name may be imported"
+    parser.add_argument("--allow", action=ReadBefore, nargs=None, metavar="A,B", help=allowed)
     parser.add_class_arguments(data, "data")
     parser.groups["data"].title = f"Data: {parser.groups['data'].title}"
     parser.add_class_arguments(config, skip={"data", "trainer"})

@@ -172,19 +172,16 @@ def difference_interval(a: ArrayLike, b: ArrayLike, *, level: float = 0.95) -> I
     return _Pairs(sums).intervals(tail)[0]
 
 
-def differences(
-    correct: Mapping[str, ArrayLike], pairs: Sequence[tuple[str, str]], *, error: float = ERROR_RATE
-) -> list[Interval]:
+def differences(correct: Mapping[str, ArrayLike], pairs: Sequence[tuple[str, str]]) -> list[Interval]:
     """Compute the accuracy of the first of each pair minus that of the second.
 
     Args:
         correct: Right (1) or wrong (0) by name, as `conclude` takes it.
         pairs: Names, at least one pair.
-        error: Bound on the probability that any interval misses its difference.
 
     Returns:
-        Tango's intervals, simultaneously of 95 %, or 1 - `error` (Bonferroni): one excludes 0 if and only if its
-        difference is significant at 5 %, or `error`, over all pairs.
+        Tango's intervals, simultaneously of 95 % (Bonferroni): one excludes 0 if and only if its difference is
+        significant at 5 % over all pairs.
 
     Raises:
         ValueError: arrays are empty, not of zeros and ones, or of different shapes.
@@ -192,7 +189,7 @@ def differences(
     arrays = _arrays(correct)
     names = [*arrays]
     first, second = (np.array([names.index(pair[side]) for pair in pairs]) for side in (0, 1))
-    return _Pairs(_Sums(np.stack(list(arrays.values()))), first, second).intervals(error / 2 / len(pairs))
+    return _Pairs(_Sums(np.stack(list(arrays.values()))), first, second).intervals(ERROR_RATE / 2 / len(pairs))
 
 
 def holm_intervals(intervals: Callable[[float], Sequence[Interval]]) -> list[Interval]:

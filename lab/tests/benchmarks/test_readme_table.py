@@ -3,12 +3,15 @@
 import json
 import re
 from copy import deepcopy
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 from markers import insert_between_markers
 from readme import ENTRY, answers_on, groups, has_converged, table, write_table
+
+from torchrope_lab.statistics import differences
 
 
 @pytest.fixture
@@ -34,6 +37,19 @@ def test_cells_have_accuracy_convergence_interval_and_group_of_each_set(entry: A
             assert bool(found[2]) == has_converged(right[name].mean() - half[name].mean())
             assert float(found[3]) <= float(found[1]) <= float(found[4])
             assert found[5] == letters[name]
+
+
+def test_letters_are_shared_if_and_only_if_differences_are_not_significant(entry: Any) -> None:
+    for results in entry["sets"]:
+        right = answers_on(results)
+        letters, pairs = groups(right), list(combinations(right, 2))
+        for (one, two), gap in zip(pairs, differences(right, pairs), strict=True):
+            assert bool({*letters[one]} & {*letters[two]}) == (gap.low <= 0 <= gap.high), (one, two)
+
+
+def test_training_has_converged_if_twice_the_epochs_change_less_than_half_a_point() -> None:
+    assert [has_converged(gain) for gain in (0.0049, 0.005, -0.0049, -0.005)] == [True, False, True, False]
+    assert not has_converged(0.505 - 0.5)  # half a point but for a rounding error
 
 
 def test_encoding_that_a_set_lacks_is_marked(entry: Any) -> None:

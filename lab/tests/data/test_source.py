@@ -13,10 +13,7 @@ import yaml
 from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import data_config
-from torchrope_lab.leaderboard.plan import Plan
 from torchrope_lab.modules import load_module
-from torchrope_lab.options import parse
-from torchrope_lab.studies.engine.config import StudyConfig
 from torchrope_lab.training.config import RunConfig, plain, read_config
 
 MODULE = '''
@@ -339,12 +336,6 @@ def test_mistake_is_one_line(arguments: str, message: str, package: Path, capsys
         raise ValueError(error)
 
 
-def test_arguments_of_a_file_import_nothing(package: Path) -> None:
-    with pytest.raises(ValueError, match=r"'own_data.waves:waves' is imported only if the command line names it"):
-        parse("leaderboard", "", StudyConfig, [*WAVES, "--allow=own_data"], allow=())
-    assert not (package / "imported").exists()
-
-
 def test_help_shows_the_parameters(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["compare", *WAVES, "--help", "data"])
@@ -391,15 +382,6 @@ def test_run_on_tokens_has_the_recipe_of_points_and_is_evaluated(
     assert stored["model"]["backbone"] == "transformer"  # of the recipe points
     forget()
     assert main(["evaluate", "whole", "--allow=own_data", "--json"]) == 0, capsys.readouterr().err
-
-
-def test_plan_reads_a_source_that_is_allowed(package: Path, tmp_path: Path) -> None:
-    plan = Plan("A plan", ["none", "learned"], {"walks": "--data own_data.waves:walks --data.steps 7"})
-    with pytest.raises(ValueError, match=r"^sets.walks of the plan: .* add --allow own_data.waves"):
-        plan.config("walks", out=tmp_path)
-    assert not (package / "imported").exists()
-    config = plan.config("walks", out=tmp_path, allow=["own_data"])
-    assert (config.data.steps, config.encodings) == (7, ["none", "sinusoidal"])  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", ["waves", "walks"])

@@ -20,7 +20,7 @@ def export_tables(folder: Path, target: Path) -> list[Path]:
     title, source and note.
 
     Args:
-        folder: Output folder of `torchrope compare`, `study` or `leaderboard`.
+        folder: Output folder of `torchrope compare` or `study`.
         target: Folder to write to, created if missing.
 
     Returns:

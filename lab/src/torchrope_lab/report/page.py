@@ -29,7 +29,7 @@ def write_report(out: Path) -> Path:
     Everything is rendered before anything is written, and every file is written atomically.
 
     Args:
-        out: Output folder of `torchrope compare`, `study` or `leaderboard`.
+        out: Output folder of `torchrope compare` or `study`.
 
     Returns:
         The path of the page.

@@ -9,21 +9,21 @@ _OF_A_RUN = ("data.json", "evaluation.json", "skipped.json")
 """Files of a run of `torchrope train` that are no results."""
 
 ORDER = ("compare", *STUDIES)
-"""Order of the studies in the report; a leaderboard and user-defined studies come after these."""
+"""Order of the studies in the report; user-defined studies come after these."""
 
 
 def read_studies(folder: Path) -> list[StudyResult]:
-    """Read the comparison, every study and the leaderboard of a folder, in the order of the report.
+    """Read the comparison and every study of a folder, in the order of the report.
 
     Args:
-        folder: Output folder of `torchrope compare`, `study` or `leaderboard`, or of a run after `write_run`.
+        folder: Output folder of `torchrope compare` or `study`, or of a run after `write_run`.
 
     Raises:
         ValueError: there is none, or one is not JSON, has another schema, or lacks an entry.
     """
     files = sorted(path for path in folder.glob("*.json") if path.is_file() and path.name not in _OF_A_RUN)
     if not files:
-        rule = "a report needs results of `torchrope compare`, `study`, `leaderboard` or `train`"
+        rule = "a report needs results of `torchrope compare`, `study` or `train`"
         raise ValueError(f"{rule}, but {folder} has no JSON file: run one of them with --out {folder} first")
     studies: dict[tuple[str, str], tuple[Path, StudyResult]] = {}
     for file in files:
