@@ -45,13 +45,12 @@ def with_recipes(page: str) -> str:
 
 
 def _published(recipe: recipes.Recipe) -> list[str]:
-    """Write the published results of a recipe's encoding, or of all if it has no row."""
+    """Write the published results of a recipe's encoding."""
     written = []
     for measure, values in results_of(recipe).items():
         _, _, *named = recipe.published[measure].split(" | ")
         encoding = named[0] if named else recipe.settings["encoding"]
-        shown = {encoding: values[encoding]} if encoding in values else values
-        written.append(f"{measure} {', '.join(f'`{name}` {value:.1f}' for name, value in shown.items())}")
+        written.append(f"{measure} `{encoding}` {values[encoding]:.1f}")
     return written
 
 

@@ -80,7 +80,7 @@ model-size and pooling; --sizes to resolution; --probes.* (--help probes) to pro
 TRAIN = """\
 Train one model: torchrope train --data digits --encoding liere:8 --out runs/liere8. The same command resumes an
 interrupted run. --recipe NAME sets a paper's training settings; --trainer.* are the options of Lightning's Trainer.
-Data with boxes or masks need a matching head: --data scenes --model.head faster-rcnn. Short forms: --data NAME for
+Data with boxes or maps need a matching head: --data ade20k --model.head mask2former. Short forms: --data NAME for
 --data.name NAME, --epochs N for --optim.epochs N, lists as a,b,c.
 
 Classes named in a configuration are imported from torchrope, torch, torchvision and timm only; --allow adds packages,

@@ -10,15 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from miniatures import COCO_CATEGORIES, coco, encoded, picture, runs, write
-from pycocotools import mask as theirs
+from miniatures import COCO_CATEGORIES, coco, encoded, picture, write
 from pycocotools.coco import COCO
 
-from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.coco import Coco, check_segmentation, decode, decode_counts
+from torchrope_lab.data.coco import Coco
 from torchrope_lab.data.config import AugmentConfig, data_config
 from torchrope_lab.data.dense import FileSet
 from torchrope_lab.data.faults import TooManyFaults
@@ -54,7 +50,7 @@ def api(root: Path, file: str = VAL) -> COCO:
 
 
 @pytest.mark.parametrize("file", [TRAIN, VAL])
-def test_boxes_masks_and_labels_match_pycocotools(tmp_path, file):
+def test_boxes_and_labels_match_pycocotools(tmp_path, file):
     root, oracle = coco(tmp_path), api(coco(tmp_path), file)
     dataset = sets(root)[file == VAL]
     ids = sorted(oracle.cats)
@@ -67,10 +63,9 @@ def test_boxes_masks_and_labels_match_pycocotools(tmp_path, file):
         annotations = [one for one in annotations if file == VAL or not one["iscrowd"]]
         assert target["crowd"].tolist() == [bool(one["iscrowd"]) for one in annotations]
         assert target["labels"].tolist() == [ids.index(one["category_id"]) for one in annotations]
-        for one, box, mask in zip(annotations, target["boxes"], target["masks"], strict=True):
+        for one, box in zip(annotations, target["boxes"], strict=True):
             left, top, wide, high = one["bbox"]
             torch.testing.assert_close(box, torch.tensor([left, top, left + wide, top + high]).float())
-            assert np.array_equal(mask.numpy(), oracle.annToMask(one))
             seen += 1
     assert seen == {TRAIN: 11, VAL: 7}[file]
 
@@ -80,26 +75,6 @@ def test_labels_are_contiguous(tmp_path):
     assert data.classes == tuple(COCO_CATEGORIES.values())
     assert data.tasks == ("detect",)
     assert data.map_classes == ()
-
-
-@given(st.integers(1, 12), st.integers(1, 12), st.data())
-def test_run_lengths_decode_to_the_encoded_mask(height, width, data):
-    drawn = data.draw(st.lists(st.booleans(), min_size=height * width, max_size=height * width))
-    mask = np.array(drawn, dtype=np.uint8).reshape(height, width)
-    packed = theirs.encode(np.asfortranarray(mask))["counts"].decode()
-    assert decode_counts(packed) == runs(mask)
-    for counts in (packed, runs(mask)):
-        segmentation = {"size": [height, width], "counts": counts}
-        check_segmentation(segmentation, height, width)
-        assert np.array_equal(decode(segmentation, height, width).numpy(), mask)
-
-
-def test_decode_counts_reads_long_runs():
-    mask = np.zeros((700, 900), np.uint8)
-    mask[100:650, 3:890] = 1
-    packed = theirs.encode(np.asfortranarray(mask))["counts"].decode()
-    assert decode_counts(packed) == runs(mask)
-    assert sum(decode_counts(packed)) == 700 * 900
 
 
 # Training and validation
@@ -119,7 +94,7 @@ def test_crowds_and_empty_images_are_in_validation_only(tmp_path, caplog):
 def test_resize_sets_shorter_side_and_bounds_longer_side(tmp_path):
     root = coco(tmp_path)
     write(root / "val2017" / "wide.jpg", encoded(picture(20, 100, 1)))
-    box = {"bbox": [50, 5, 40, 10], "segmentation": [[50, 5, 90, 5, 90, 15, 50, 15]]}
+    box = {"bbox": [50, 5, 40, 10]}
 
     def add(content):
         content["images"].append({"id": 99, "file_name": "wide.jpg", "height": 20, "width": 100})
@@ -132,9 +107,6 @@ def test_resize_sets_shorter_side_and_bounds_longer_side(tmp_path):
     image, target = sets(root, size=30)[1][-1 + 5]
     assert image.shape == (3, 10, 50)
     torch.testing.assert_close(target["boxes"], torch.tensor([[25.0, 2.5, 45.0, 7.5]]))
-    assert target["masks"].shape == (1, 10, 50)
-    assert target["masks"][0, 3:7, 26:44].all()
-    assert target["masks"].sum() < 6 * 22
 
 
 def test_pixels_are_normalised_by_imagenet_statistics(tmp_path):
@@ -147,16 +119,16 @@ def test_pixels_are_normalised_by_imagenet_statistics(tmp_path):
     torch.testing.assert_close(image, torch.from_numpy(expected).float().permute(2, 0, 1), atol=1e-5, rtol=1e-5)
 
 
-def test_scale_jitter_fits_boxes_to_visible_masks(tmp_path):
+def test_scale_jitter_crops_to_the_size(tmp_path):
     train, val = sets(coco(tmp_path), size=40, augment={"scale_jitter": (0.5, 2.0), "flip": True})
     sizes = set()
     for seed in range(10):
         for image, target in train.of_epoch(seed):
-            sizes.add(tuple(image.shape[1:]))
-            assert max(image.shape[1:]) <= 40
-            for box, mask in zip(target["boxes"].int().tolist(), target["masks"], strict=True):
-                rows, columns = mask.any(1).nonzero().flatten(), mask.any(0).nonzero().flatten()
-                assert box == [int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1]
+            height, width = image.shape[1:]
+            sizes.add((height, width))
+            assert max(height, width) <= 40
+            assert (target["boxes"] <= torch.tensor([width, height, width, height])).all()
+            assert len(target["boxes"]) == len(target["labels"])
     assert len(sizes) > 10
     assert min(val[0][0].shape[1:]) == 40
 
@@ -205,24 +177,13 @@ def test_image_of_both_parts_is_refused(tmp_path):
         load(root)
 
 
-def test_annotations_without_masks_are_read(tmp_path):
+def test_annotations_need_no_segmentation(tmp_path):
     root = coco(tmp_path)
+    whole = sets(root)
     for file in (TRAIN, VAL):
-        change(root, file, lambda content: [one.update(segmentation=[]) for one in content["annotations"]])
-    train, _ = sets(root, augment={"scale_jitter": (0.5, 2.0), "flip": True})
-    for seed in range(4):
-        for _, target in train.of_epoch(seed):
-            assert "masks" not in target
-            assert len(target["boxes"]) == len(target["labels"])
-
-
-def test_mask_rcnn_for_annotations_without_masks_raises_one_line(tmp_path, capsys):
-    root = coco(tmp_path / "data")
-    change(root, TRAIN, lambda content: [one.update(segmentation=[]) for one in content["annotations"]])
-    command = ["train", "--data", "coco", "--data.root", str(root), "--data.size", "32", "--data.workers", "0"]
-    assert main([*command, "--model.size", "tiny", "--out", str(tmp_path / "run")]) == 2
-    rule = "annotations must have masks for --model.head mask-rcnn (faster-rcnn and dino need boxes only)"
-    assert f"{rule}, got --data coco without masks\n" in capsys.readouterr().err
+        change(root, file, lambda content: [one.pop("segmentation") for one in content["annotations"]])
+    for before, after in zip(whole, sets(root), strict=True):
+        assert [target["labels"].tolist() for _, target in after] == [target["labels"].tolist() for _, target in before]
 
 
 # Faults
@@ -245,37 +206,6 @@ FAULTS = {
     "outside": (
         lambda one: one.update(bbox=[70, 4, 9, 5]),
         r"bbox must overlap the image of 64x48 pixels, got \[70, 4,",
-    ),
-    "no mask": (lambda one: one.update(segmentation=[]), r"segmentation must be polygons or run lengths, got \[\]"),
-    "no polygon": (
-        lambda one: one.update(segmentation=[[]]),
-        "a polygon must be three or more pairs of finite numbers, got",
-    ),
-    "a line": (lambda one: one.update(segmentation=[[1, 2, 3, 4]]), "a polygon must be three or more pairs"),
-    "odd": (lambda one: one.update(segmentation=[[1, 2, 3, 4, 5, 6, 7]]), "a polygon must be three or more pairs"),
-    "far": (
-        lambda one: one.update(segmentation=[[0, 0, 1e9, 0, 3, 3]]),
-        r"coordinates must be at most 100000 pixels, got 1e\+09",
-    ),
-    "another size": (
-        lambda one: one.update(segmentation={"size": [64, 48], "counts": [64 * 48]}),
-        r"a mask must have the size of the image, \[48, 64\], got \[64, 48\]",
-    ),
-    "short": (
-        lambda one: one.update(segmentation={"size": [48, 64], "counts": [5, 6]}),
-        "counts of a mask must sum to 3072, the image's pixels, got 11",
-    ),
-    "short and packed": (
-        lambda one: one.update(segmentation={"size": [48, 64], "counts": "52203"}),
-        "counts of a mask must sum to 3072, the image's pixels, got 16",
-    ),
-    "other characters": (
-        lambda one: one.update(segmentation={"size": [48, 64], "counts": "5\u00e9"}),
-        "counts of a mask must be in pycocotools' characters, got",
-    ),
-    "below zero": (
-        lambda one: one.update(segmentation={"size": [48, 64], "counts": [-5, 48 * 64 + 5]}),
-        "counts of a mask must be whole numbers of 0 or more, got",
     ),
 }
 
@@ -421,11 +351,3 @@ def test_missing_root_error_names_the_expected_files(tmp_path):
         make_data(data_config("coco"))
     with pytest.raises(ValueError, match=r"^--data.root must hold annotations/.*; got none for train in '.*'$"):
         load(tmp_path)
-
-
-def test_missing_pycocotools_error_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "torchrope_lab.data.coco", None)
-    monkeypatch.delitem(__import__("sys").modules, "torchrope_lab.data.coco")
-    monkeypatch.setitem(__import__("sys").modules, "pycocotools", None)
-    with pytest.raises(ValueError, match=r"^coco requires pycocotools \(pip install pycocotools\),"):
-        make_data(data_config("coco", root=str(coco(tmp_path))))

@@ -16,7 +16,6 @@ from torchrope_lab.data.config import NAMES_DENSE, AugmentConfig, data_config
 from torchrope_lab.data.dense import (
     DenseModule,
     DenseSet,
-    boxes_of,
     compose,
     flip_and_colours,
     large_scale_jitter,
@@ -52,13 +51,19 @@ def same(one, other) -> bool:
     return one == other
 
 
+def bounding_boxes(masks: torch.Tensor) -> torch.Tensor:
+    return masks_to_boxes(masks) + torch.tensor([0, 0, 1, 1])
+
+
 class Painted(DenseSet):
-    """Blocks with one brightness each, so that pixel values give the object at each position."""
+    """Blocks side by side with one brightness each, so that pixel values give the object at each position."""
 
     def __init__(self, change=None, count: int = 40, side: int = 48):
         super().__init__(IDENTITY, change)
         rng = torch.Generator().manual_seed(2)
-        self.corners = torch.randint(0, side - 16, (count, 3, 2), generator=rng)
+        tops = torch.randint(0, side - 16, (count, 3), generator=rng)
+        lefts = torch.randint(0, 8, (count, 3), generator=rng) + torch.tensor([0, 18, 36])
+        self.corners = torch.stack([tops, lefts], dim=2)
         self.side = side
 
     def __len__(self) -> int:
@@ -68,12 +73,10 @@ class Painted(DenseSet):
         numbers = torch.zeros(self.side, self.side + 8, dtype=torch.uint8)
         for number, (top, left) in enumerate(self.corners[index].tolist(), start=1):
             numbers[top : top + 14, left : left + 11] = number
-        labels = torch.tensor([number for number in (1, 2, 3) if bool((numbers == number).any())])
-        masks = numbers == labels[:, None, None]
+        labels = torch.tensor([1, 2, 3])
         return tv_tensors.Image(numbers[None].expand(3, -1, -1) * 60), {
-            "boxes": to_boxes(boxes_of(masks), *numbers.shape),
+            "boxes": to_boxes(bounding_boxes(numbers == labels[:, None, None]), *numbers.shape),
             "labels": labels,
-            "masks": tv_tensors.Mask(masks),
             "crowd": torch.zeros_like(labels, dtype=torch.bool),
             "map": tv_tensors.Mask(numbers),
             "name": str(index),
@@ -97,7 +100,7 @@ def test_dense_data_sets_have_the_required_properties(tmp_path, name, changed):
         keys |= {"map"}
         assert len(set(data.map_classes)) == len(data.map_classes) > 1
     if "detect" in data.tasks:
-        keys |= {"boxes", "labels", "masks", "crowd"}
+        keys |= {"boxes", "labels", "crowd"}
     for loader, count in zip((data.train_dataloader(), data.val_dataloader()), data.counts, strict=True):
         batches = list(loader)
         assert [len(images) for images, _ in batches] == ([2, 2] if count == 4 else [2, 1])
@@ -120,14 +123,8 @@ def check(data: DenseModule, image: torch.Tensor, target: dict, keys: set[str]) 
         assert set(target["map"].unique().tolist()) <= {*range(len(data.map_classes)), 255}
     if "boxes" in keys:
         count = len(target["boxes"])
-        assert [target[name].dtype for name in ("boxes", "labels", "masks", "crowd")] == [
-            torch.float32,
-            torch.int64,
-            torch.bool,
-            torch.bool,
-        ]
+        assert [target[name].dtype for name in ("boxes", "labels", "crowd")] == [torch.float32, torch.int64, torch.bool]
         assert target["boxes"].shape == (count, 4)
-        assert target["masks"].shape == (count, height, width)
         assert target["labels"].shape == target["crowd"].shape == (count,)
         assert set(target["labels"].tolist()) <= set(range(data.num_classes))
         left, top, right, bottom = target["boxes"].unbind(1)
@@ -254,9 +251,7 @@ def test_flips_and_crops_keep_image_and_target_aligned(augment):
         numbers = (image[0] * 255 / 60).round().long()
         assert torch.equal(target["map"], numbers)
         assert target["labels"].tolist() == [number for number in (1, 2, 3) if bool((numbers == number).any())]
-        assert torch.equal(target["masks"], numbers == target["labels"][:, None, None])
-        expected = masks_to_boxes(target["masks"]) + torch.tensor([0, 0, 1, 1])
-        assert torch.equal(target["boxes"], expected)
+        assert torch.equal(target["boxes"], bounding_boxes(numbers == target["labels"][:, None, None]))
         assert len(target["crowd"]) == len(target["labels"])
         moved += not same(image, before[index][0])
         fewer += len(target["labels"]) < len(before[index][1]["labels"])
@@ -271,9 +266,10 @@ def test_resize_keeps_objects_aligned_with_the_image(scale):
     changed = Painted(compose([*large_scale_jitter(config, 48), *flip_and_colours(config)]))
     for image, target in changed:
         assert max(image.shape[1:]) <= 48
-        assert torch.equal(target["masks"], target["map"] == target["labels"][:, None, None])
-        assert torch.equal(target["boxes"], boxes_of(target["masks"]))
-        for mask, label in zip(target["masks"], target["labels"], strict=True):
+        for box, label in zip(target["boxes"], target["labels"], strict=True):
+            mask = target["map"] == label
+            if mask.any():
+                assert (box - bounding_boxes(mask[None])[0]).abs().max() <= 1
             shown = (image[0] * 255 / 60 - label).abs() < 0.5
             if mask.sum() > 60 and len(target["labels"]) == 1:
                 assert (mask & shown).sum() / (mask | shown).sum() > 0.7
@@ -298,7 +294,7 @@ def test_multi_scale_draws_shorter_sides_after_a_crop_for_half_of_the_images():
         numbers = (image[0] * 255 / 60).round().long()
         assert set(target["labels"].tolist()) <= {1, 2, 3}
         assert (target["boxes"][:, 2:] <= torch.tensor([width, height]) + 1e-3).all()
-        assert target["masks"].shape[1:] == numbers.shape
+        assert target["map"].shape == numbers.shape
     assert set(shorter) == {round(pixels / 10) for pixels in range(480, 801, 32)}
     whole = ratios.count(round(56 / 48, 1)) / 300  # some crops have the aspect of the image
     assert 0.45 < whole < 0.75
@@ -313,14 +309,9 @@ def test_crop_of_a_range_draws_height_and_width():
     assert {width for _, width in sizes} == {30}, "smaller sides stay"
 
 
-def test_boxes_without_masks_are_clipped_and_dropped():
-    class Boxes(Painted):
-        def read(self, index):
-            image, target = super().read(index)
-            return image, {key: value for key, value in target.items() if key not in ("masks", "map")}
-
+def test_boxes_are_clipped_and_dropped():
     config = AugmentConfig(scale_jitter=(2.0, 2.0))
-    for image, target in Boxes(compose(large_scale_jitter(config, 40))):
+    for image, target in Painted(compose(large_scale_jitter(config, 40))):
         assert len(target["boxes"]) == len(target["labels"]) == len(target["crowd"])
         ends = target["boxes"].view(-1, 2, 2)
         assert bool((ends >= 0).all() & (ends <= 40).all() & (ends[:, 1] - ends[:, 0] >= 1).all())

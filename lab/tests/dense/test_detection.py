@@ -1,9 +1,8 @@
-"""Detectors and average precision, compared with torchvision, transformers and pycocotools."""
+"""DINO as a detector, and average precision, compared with transformers and pycocotools."""
 
 import contextlib
 import io
 import json
-from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cache, partial
 from itertools import chain
@@ -13,14 +12,11 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
-from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchvision.models.detection.generalized_rcnn import GeneralizedRCNN
-from torchvision.models.detection.transform import GeneralizedRCNNTransform
-from torchvision.ops import MultiScaleRoIAlign, box_iou
+from torchvision.ops import box_iou
 from transformers import DeformableDetrConfig
 from transformers.loss.loss_deformable_detr import DeformableDetrForObjectDetectionLoss
 
@@ -28,40 +24,32 @@ from torchrope.models import Swin, ViT
 from torchrope.models.features import Features
 from torchrope_lab.dense import by_size
 from torchrope_lab.dense.average_precision import average_precisions, match
-from torchrope_lab.dense.detection import FasterRCNN, MaskRCNN, training_objects
-from torchrope_lab.dense.detr import DINO
+from torchrope_lab.dense.detr import DINO, training_objects
 from torchrope_lab.training.config import OptimConfig
 from torchrope_lab.training.dense_modules import Detector
 
 CLASSES = ("cat", "dog", "owl")
-DETR = dict(channels=64, queries=20, encoder_layers=1, decoder_layers=2, num_heads=4, mlp_dim=32)
-SIZES: dict[str, dict[str, int]] = {
-    "faster": dict(channels=16, mlp_dim=32),
-    "mask": dict(channels=16, mlp_dim=32),
-    "dino": {**DETR, "denoising_queries": 6},
-}
-MODELS = {"faster": FasterRCNN, "mask": MaskRCNN, "dino": DINO}
+SIZES: dict[str, int] = dict(
+    channels=64, queries=20, encoder_layers=1, decoder_layers=2, num_heads=4, mlp_dim=32, denoising_queries=6
+)
 
 
-def built(name: str, backbone: Features | None = None) -> Any:
+def built(backbone: Features | None = None) -> DINO:
     torch.manual_seed(0)
     if backbone is None:
         vit = ViT((64, 64), patch_size=16, dim=32, depth=2, num_heads=2, encoding="liere:8")
         backbone = Features(vit, pyramid=True, out_channels=16)
-    return MODELS[name](backbone, CLASSES, **SIZES[name])
+    return DINO(backbone, CLASSES, **SIZES)
 
 
 def image(height: int, width: int, seed: int = 0) -> Tensor:
     return torch.randn(3, height, width, generator=torch.Generator().manual_seed(seed))
 
 
-def target(boxes: Sequence[Sequence[float]], labels: Sequence[int], size: tuple[int, int], crowd: Any = None) -> Any:
+def target(boxes: Sequence[Sequence[float]], labels: Sequence[int], crowd: Any = None) -> Any:
     placed = torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4)
-    masks = torch.zeros(len(placed), *size, dtype=torch.bool)
-    for mask, (left, top, right, bottom) in zip(masks, placed.int().tolist(), strict=True):
-        mask[top:bottom, left:right] = True
     there = torch.tensor(crowd or [False] * len(placed), dtype=torch.bool)
-    return {"boxes": placed, "labels": torch.tensor(labels, dtype=torch.int64), "masks": masks, "crowd": there}
+    return {"boxes": placed, "labels": torch.tensor(labels, dtype=torch.int64), "crowd": there}
 
 
 def batch() -> tuple[list[Tensor], list[Any]]:
@@ -69,17 +57,12 @@ def batch() -> tuple[list[Tensor], list[Any]]:
     sizes = [(64, 64), (40, 56), (64, 96)]
     boxes = [[[4, 4, 20, 24], [30, 30, 60, 50]], [], [[10, 20, 80, 60]]]
     images = [image(*size, seed) for seed, size in enumerate(sizes)]
-    targets = [target(own, range(len(own)), size) for own, size in zip(boxes, sizes, strict=True)]
+    targets = [target(own, range(len(own))) for own in boxes]
     return images, targets
 
 
-@pytest.fixture(params=MODELS)
-def name(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-def test_gradients_reach_every_parameter(name: str) -> None:
-    model = built(name)
+def test_gradients_reach_every_parameter() -> None:
+    model = built()
     sum(model.losses(*batch()).values()).backward()
     assert [path for path, weight in model.named_parameters() if weight.grad is None] == []
     for part in (model.backbone.model.embed, model.backbone.model.encodings, model.backbone.levels):
@@ -87,16 +70,11 @@ def test_gradients_reach_every_parameter(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    ["mask", "dino", pytest.param("faster", marks=pytest.mark.slow)],
-    indirect=True,
-)
-def test_detector_overfits_one_image(name: str) -> None:
-    model = built(name)
+def test_detector_overfits_one_image() -> None:
+    model = built()
     images = [image(48, 80)]
     images[0][:, 10:40, 20:70] += 3
-    targets = [target([[20, 10, 70, 40]], [2], (48, 80))]
+    targets = [target([[20, 10, 70, 40]], [2])]
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     losses = []
     for _ in range(30):
@@ -110,14 +88,11 @@ def test_detector_overfits_one_image(name: str) -> None:
         [found] = model.eval().predict(images)
     assert found["labels"][0] == 2
     assert box_iou(found["boxes"][:1], targets[0]["boxes"]).item() > 0.5
-    if "masks" in found:
-        shared = found["masks"][0] & targets[0]["masks"][0]
-        assert shared.sum() / targets[0]["masks"][0].sum() > 0.5
 
 
 @torch.no_grad()
-def test_detections_lie_in_their_image_and_ignore_the_batch(name: str) -> None:
-    model = built(name).double().eval()
+def test_detections_lie_in_their_image_and_ignore_the_batch() -> None:
+    model = built().double().eval()
     images = [each.double() for each in batch()[0]]
     together = model.predict(images)
     for alone, found, own in zip([model.predict([each])[0] for each in images], together, images, strict=True):
@@ -131,31 +106,28 @@ def test_detections_lie_in_their_image_and_ignore_the_batch(name: str) -> None:
         assert (found["scores"].diff() <= 0).all()
         assert found["labels"].min() >= 0
         assert found["labels"].max() < len(CLASSES)
-        if name == "mask":
-            assert found["masks"].dtype == torch.bool
-            assert found["masks"].shape == (len(found["boxes"]), height, width)
 
 
-def test_images_without_objects_have_gradients(name: str) -> None:
-    model = built(name)
-    losses = model.losses([image(64, 64), image(32, 64)], [target([], [], (64, 64)), target([], [], (32, 64))])
+def test_images_without_objects_have_gradients() -> None:
+    model = built()
+    losses = model.losses([image(64, 64), image(32, 64)], [target([], []), target([], [])])
     assert all(torch.isfinite(loss) for loss in losses.values())
     sum(losses.values()).backward()
     assert [path for path, weight in model.named_parameters() if weight.grad is None] == []  # DDP needs each
     assert model.backbone.model.embed.proj.weight.grad.abs().sum() > 0
 
 
-def test_crowds_and_empty_boxes_do_not_change_losses(name: str) -> None:
-    model = built(name).eval()
+def test_crowds_and_empty_boxes_do_not_change_losses() -> None:
+    model = built().eval()
     boxes = [[4, 4, 20, 24], [30, 30, 60, 50], [7, 7, 7, 20]]
-    with_crowd = target(boxes, [0, 1, 2], (64, 64), crowd=[False, True, False])
+    with_crowd = target(boxes, [0, 1, 2], crowd=[False, True, False])
     without = {key: value[:1] for key, value in with_crowd.items()}
     losses = [model.losses([image(64, 64)], [each]) for each in (with_crowd, without)]
     assert losses[0] == losses[1]
 
 
-def test_losses_in_evaluation_mode_are_deterministic(name: str) -> None:
-    model = built(name).eval()
+def test_losses_in_evaluation_mode_are_deterministic() -> None:
+    model = built().eval()
     first = model.losses(*batch())
     torch.manual_seed(1)
     state = torch.get_rng_state()
@@ -164,8 +136,8 @@ def test_losses_in_evaluation_mode_are_deterministic(name: str) -> None:
     assert not any(module.training for module in model.modules())
 
 
-def test_backbone_gets_the_padding_mask(name: str) -> None:
-    model = built(name)
+def test_backbone_gets_the_padding_mask() -> None:
+    model = built()
     masks = []
     model.backbone.register_forward_pre_hook(lambda _, inputs: masks.append(inputs[1]))
     images, targets = batch()
@@ -174,25 +146,21 @@ def test_backbone_gets_the_padding_mask(name: str) -> None:
     assert masks[0].sum(dim=(1, 2)).tolist() == [each.shape[1] * each.shape[2] for each in images]
 
 
-def test_detectors_accept_a_swin(name: str) -> None:
+def test_detectors_accept_a_swin() -> None:
     swin = Swin((64, 64), patch_size=4, dim=16, depths=(1, 1, 1), num_heads=(1, 2, 4), window_size=4, encoding="mixed")
-    model = built(name, Features(swin))
+    model = built(Features(swin))
     sum(model.losses(*batch()).values()).backward()
     assert model.backbone.model.embed.proj.weight.grad.abs().sum() > 0
     assert len(model.eval().predict([image(64, 64)])) == 1
 
 
 @pytest.mark.slow
-def test_bfloat16_applies_to_matrix_products_only(name: str) -> None:
-    model = built(name)
-    maps: list[Any] = []
-    if hasattr(model, "rpn"):  # anchors have the dtype of maps
-        model.rpn.register_forward_pre_hook(lambda _, inputs: maps.extend(inputs[1].values()))
+def test_bfloat16_applies_to_matrix_products_only() -> None:
+    model = built()
     with torch.autocast("cpu", torch.bfloat16):
         losses = model.losses(*batch())
         found = model.eval().predict(batch()[0])
     assert all(loss.dtype == torch.float32 and loss.isfinite() for loss in losses.values())
-    assert all(map.dtype == torch.float32 for map in maps)
     for each in found:
         assert each["boxes"].dtype == each["scores"].dtype == torch.float32
         rounded = each["boxes"].bfloat16().float()
@@ -200,39 +168,8 @@ def test_bfloat16_applies_to_matrix_products_only(name: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["faster", "mask"])
-def test_detections_equal_torchvision(name: str) -> None:
-    model = built(name).double().eval()
-
-    class Backbone(nn.Module):
-        def forward(self, x: Tensor) -> OrderedDict[str, Tensor]:
-            maps = model.backbone(x)
-            return OrderedDict({str(index): each for index, each in enumerate([*maps, maps[-1][..., ::2, ::2]])})
-
-    transform = GeneralizedRCNNTransform(64, 64, [0.0] * 3, [1.0] * 3, size_divisible=64)
-    theirs = GeneralizedRCNN(Backbone(), model.rpn, model.roi_heads, transform).eval()
-    [found], [expected] = model.predict([image(64, 64).double()]), theirs([image(64, 64).double()])
-    torch.testing.assert_close(found["boxes"], expected["boxes"])
-    torch.testing.assert_close(found["scores"], expected["scores"])
-    assert torch.equal(found["labels"], expected["labels"] - 1)
-    if name == "mask":
-        assert torch.equal(found["masks"], expected["masks"][:, 0] > 0.5)
-
-
-def test_roi_align_levels_do_not_depend_on_the_first_image() -> None:
-    pool = built("faster", Features(ViT((64, 64), patch_size=16, dim=32, depth=1, num_heads=1), pyramid=True)).roi_heads
-    inferred = MultiScaleRoIAlign(["0", "1", "2", "3"], 7, sampling_ratio=2)
-    maps = {str(index): torch.randn(1, 4, 256 // 2**index, 256 // 2**index) for index in range(4)}
-    sides = torch.tensor([10.0, 111, 113, 223, 225, 447, 449, 900])
-    boxes = [torch.stack([torch.zeros(8), torch.zeros(8), sides, sides], dim=1)]
-    expected = inferred(maps, boxes, [(1024, 1024)])
-    assert pool.box_roi_pool.scales == inferred.scales
-    assert torch.equal(pool.box_roi_pool(maps, boxes, [(1000, 900)]), expected)
-
-
-@torch.no_grad()
 def test_boxes_and_losses_equal_transformers() -> None:
-    model = built("dino").eval()
+    model = built().eval()
     torch.manual_seed(1)
     for head in (*model.detr.decoder.class_embed, *model.detr.decoder.bbox_embed):
         for weight in head.parameters():
@@ -241,7 +178,7 @@ def test_boxes_and_losses_equal_transformers() -> None:
         [image(64, 64), image(64, 64, 1)],
         [[4, 4, 20, 24], [30, 30, 60, 50], [0, 0, 64, 64], [8, 0, 16, 64]],
     )
-    targets = [target(boxes, [0, 2, 1, 1], (64, 64)), target([], [], (64, 64))]
+    targets = [target(boxes, [0, 2, 1, 1]), target([], [])]
     centres = torch.tensor([[12.0, 14, 16, 20], [45, 40, 30, 20], [32, 32, 64, 64], [12, 32, 8, 64]]) / 64
     labels = [
         {"boxes": centres, "class_labels": targets[0]["labels"]},
@@ -269,32 +206,29 @@ def test_boxes_and_losses_equal_transformers() -> None:
         assert torch.equal(found["labels"], order % 3)
 
 
-def test_dino_maps_agree_on_box_locations() -> None:
-    model = built("dino")
+def test_maps_agree_on_box_locations() -> None:
+    model = built()
     inputs = {}
     model.detr.encoder.register_forward_pre_hook(lambda _, args, kwargs: inputs.update(kwargs), with_kwargs=True)
-    model.losses([image(40, 56), image(128, 128)], [target([], [], (40, 56)), target([], [], (128, 128))])
+    model.losses([image(40, 56), image(128, 128)], [target([], []), target([], [])])
     # The coarsest map has cells of 64 pixels, so that the first image counts as 64x64 of 128x128.
     assert inputs["valid_ratios"].tolist() == [[[0.5, 0.5]] * 5, [[1.0, 1.0]] * 5]
 
 
 def test_invalid_arguments_raise() -> None:
-    backbone = built("faster").backbone
+    backbone = built().backbone
     with pytest.raises(ValueError, match="channels must be 64 or more and divisible by 32, got 80"):
         DINO(backbone, CLASSES, channels=80)
     few = DINO(backbone, CLASSES, channels=64, queries=342, encoder_layers=1, decoder_layers=1)
     few.predict([image(65, 9)])
     with pytest.raises(ValueError, match="at most the cells of all maps, 341 in an image of 64x64, got 342"):
         few.predict([image(9, 9)])
-    plain = Features(ViT((64, 64), patch_size=16, dim=32, depth=4, num_heads=2))
-    with pytest.raises(ValueError, match=r"twice the stride of the one before, got \(16, 16, 16, 16\)"):
-        FasterRCNN(plain, CLASSES)
 
 
 def test_objects_drop_crowds_and_by_size_groups() -> None:
-    kept = training_objects(target([[0, 0, 4, 4], [1, 1, 1, 9]], [1, 2], (8, 8)))
+    kept = training_objects(target([[0, 0, 4, 4], [1, 1, 1, 9]], [1, 2]))
     assert kept["labels"].tolist() == [1]
-    assert kept["masks"].shape == (1, 8, 8)
+    assert kept["boxes"].tolist() == [[0, 0, 4, 4]]
     seen = []
 
     def find(group: list[Tensor]) -> list[dict[str, Tensor]]:
@@ -318,29 +252,27 @@ def drawn(seed: int, images: int = 25) -> tuple[list[Any], list[Any]]:
         boxes = torch.cat([corner, corner + 3 + random(count, 2) * 15], dim=1)
         labels = (random(count) * 3).long()
         crowd = (random(count) < 0.2).tolist()
-        targets.append(target(boxes.round().tolist(), labels.tolist(), (48, 48), crowd))
+        targets.append(target(boxes.round().tolist(), labels.tolist(), crowd))
         times = (random(count) * 4).long()
         near = (boxes.repeat_interleave(times, dim=0) + random(int(times.sum()), 4) * 3).round()
         guessed = torch.where(random(len(near)) < 0.2, (random(len(near)) * 3).long(), labels.repeat_interleave(times))
-        each = target(near.tolist(), guessed.tolist(), (48, 48))
-        found.append({**{key: each[key] for key in ("boxes", "labels", "masks")}, "scores": random(len(near))})
+        each = target(near.tolist(), guessed.tolist())
+        found.append({**{key: each[key] for key in ("boxes", "labels")}, "scores": random(len(near))})
     return found, targets
 
 
-def of_pycocotools(found: list[Any], targets: list[Any], kind: str) -> np.ndarray:
+def of_pycocotools(found: list[Any], targets: list[Any]) -> np.ndarray:
     def listed(images: list[Any]) -> COCO:
         annotations = []
         for index, each in enumerate(images):
             for row in range(len(each["labels"])):
                 left, top, right, bottom = each["boxes"][row].tolist()
-                outline = coco_mask.encode(np.asfortranarray(each["masks"][row].numpy().astype(np.uint8)))
                 annotations.append(
                     {
                         "id": len(annotations) + 1,
                         "image_id": index,
                         "category_id": each["labels"][row].item(),
                         "bbox": [left, top, right - left, bottom - top],
-                        "segmentation": outline,
                         "area": (right - left) * (bottom - top),
                         "iscrowd": int(each["crowd"][row]) if "crowd" in each else 0,
                         "score": each["scores"][row].item() if "scores" in each else None,
@@ -356,7 +288,7 @@ def of_pycocotools(found: list[Any], targets: list[Any], kind: str) -> np.ndarra
         return index
 
     with contextlib.redirect_stdout(io.StringIO()):
-        evaluation = COCOeval(listed(targets), listed(found), {"boxes": "bbox", "masks": "segm"}[kind])
+        evaluation = COCOeval(listed(targets), listed(found), "bbox")
         evaluation.evaluate()
         evaluation.accumulate()
         evaluation.summarize()
@@ -368,12 +300,11 @@ def average_precision(records: list[Any], weights: Any = None, iou: float | None
     return float(average_precisions(records, weights[None], iou=iou)[0])
 
 
-@pytest.mark.parametrize("kind", ["boxes", "masks"])
 @pytest.mark.parametrize("seed", range(6))
-def test_average_precision_equals_pycocotools(kind: Any, seed: int) -> None:
+def test_average_precision_equals_pycocotools(seed: int) -> None:
     found, targets = drawn(seed)
-    records = json.loads(json.dumps(match(found, targets, kind=kind)))
-    every, at_50, at_75, *_ = of_pycocotools(found, targets, kind)
+    records = json.loads(json.dumps(match(found, targets)))
+    every, at_50, at_75, *_ = of_pycocotools(found, targets)
     assert 0.02 < every < 0.9
     assert average_precision(records) == pytest.approx(every, abs=1e-12)
     assert average_precision(records, iou=0.5) == pytest.approx(at_50, abs=1e-12)
@@ -388,7 +319,7 @@ def test_integer_weights_equal_copies_of_images(seed: int) -> None:
     together = average_precisions(records, weights.astype(float))
     for row, measured in zip(weights, together, strict=True):
         more = [list(chain(*([each] * times for each, times in zip(part, row, strict=True)))) for part in drawn(seed)]
-        assert measured == pytest.approx(of_pycocotools(*more, "boxes")[0], abs=1e-12)
+        assert measured == pytest.approx(of_pycocotools(*more)[0], abs=1e-12)
         assert measured == average_precision(records, row)
         assert average_precision(records, row * 0.25) == pytest.approx(measured, abs=1e-12)
 
@@ -397,10 +328,9 @@ def test_average_precision_of_edge_cases() -> None:
     _, targets = drawn(0)
     perfect = [{**each, "scores": torch.ones(len(each["labels"]))} for each in map(training_objects, targets)]
     nothing = [{key: value[:0] for key, value in each.items()} for each in perfect]
-    for kind in ("boxes", "masks"):
-        assert average_precision(match(perfect, targets, kind=kind)) == pytest.approx(1)  # type: ignore[arg-type]
-        assert average_precision(match(nothing, targets, kind=kind)) == 0  # type: ignore[arg-type]
-    empty = [training_objects(target([], [], (8, 8)))] * len(perfect)
+    assert average_precision(match(perfect, targets)) == pytest.approx(1)
+    assert average_precision(match(nothing, targets)) == 0
+    empty = [training_objects(target([], []))] * len(perfect)
     assert np.isnan(average_precision(match(perfect, empty)))
     assert np.isnan(average_precision(match(nothing, empty)))
     assert np.isnan(average_precision(match(perfect, targets), [0.0] * len(targets)))
@@ -409,15 +339,15 @@ def test_average_precision_of_edge_cases() -> None:
 @pytest.mark.parametrize("right_first", [False, True])
 def test_detections_of_equal_score_are_ordered_by_image(right_first: bool) -> None:
     there, elsewhere = [0.0, 0, 8, 8], [8.0, 8, 16, 16]
-    targets = [target([there], [1], (16, 16)), target([there], [1], (16, 16))]
+    targets = [target([there], [1]), target([there], [1])]
     places = [there, elsewhere] if right_first else [elsewhere, there]
-    found = [{**training_objects(target([place], [1], (16, 16))), "scores": torch.tensor([0.5])} for place in places]
+    found = [{**training_objects(target([place], [1])), "scores": torch.tensor([0.5])} for place in places]
     assert average_precision(match(found, targets)) == pytest.approx(51 / 101 * (1 if right_first else 1 / 2))
-    assert average_precision(match(found, targets)) == pytest.approx(of_pycocotools(found, targets, "boxes")[0])
+    assert average_precision(match(found, targets)) == pytest.approx(of_pycocotools(found, targets)[0])
 
 
 def test_average_precision_uses_the_best_100_detections() -> None:
-    there = target([[0, 0, 8, 8]], [1], (16, 16))
+    there = target([[0, 0, 8, 8]], [1])
     boxes = torch.tensor([[8.0, 8, 16, 16]] * 100 + [[0.0, 0, 8, 8]])
     found = {"boxes": boxes, "labels": torch.ones(101, dtype=torch.int64), "scores": torch.linspace(1, 0.5, 101)}
     assert average_precision(match([found], [there])) == 0
@@ -435,8 +365,6 @@ def test_average_precision_rejects_invalid_arguments() -> None:
 
 class Memory(nn.Module):
     """Model that returns the given detections for the nth image of a validation."""
-
-    outputs = ("boxes", "masks")
 
     def __init__(self, found: list[Any]) -> None:
         super().__init__()
@@ -475,8 +403,6 @@ def test_detector_logs_precision_over_all_images() -> None:
     module = Detector(Memory(found), OptimConfig(epochs=1, warmup_epochs=0, lr=1e-9))
     metrics = fitted(module, loader(images, targets, 10), loader(images, targets, 4))
     assert metrics["val_ap"].item() == pytest.approx(average_precision(match(found, targets)), abs=1e-6)
-    mask_ap = average_precision(match(found, targets, kind="masks"))
-    assert metrics["val_mask_ap"].item() == pytest.approx(mask_ap, abs=1e-6)
     losses = [4 + 0.5] * 24 + [1 + 0.5]  # of each image's batch
     assert metrics["val_loss"].item() == pytest.approx(sum(losses) / 25, abs=1e-5)
     assert module.train_loss.compute().item() == pytest.approx((10.5 * 20 + 5.5 * 5) / 25, abs=1e-5)
@@ -485,19 +411,19 @@ def test_detector_logs_precision_over_all_images() -> None:
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*log_every_n_steps")
 def test_detector_uses_cocos_float64_recalls() -> None:
     boxes = [[4.0 * place, 0, 4.0 * place + 4, 8] for place in range(10)]
-    targets = [target(boxes, [0] * 10, (48, 48))]
-    found = [{**{key: targets[0][key][:7] for key in ("boxes", "labels", "masks")}, "scores": torch.ones(7)}]
+    targets = [target(boxes, [0] * 10)]
+    found = [{**{key: targets[0][key][:7] for key in ("boxes", "labels")}, "scores": torch.ones(7)}]
     module = Detector(Memory(found), OptimConfig(epochs=1, warmup_epochs=0))
     images = loader([torch.zeros(3, 48, 48)], targets, 1)
     # COCO's recalls are 0, 0.01, ..., 0.69, 0.7000000000000001, ...; torchmetrics' own are rounded to float32.
-    assert of_pycocotools(found, targets, "boxes")[0] == pytest.approx(70 / 101)
+    assert of_pycocotools(found, targets)[0] == pytest.approx(70 / 101)
     assert fitted(module, images, images)["val_ap"].item() == pytest.approx(70 / 101)
     assert not module.val_precision.update_called  # reset for the next epoch
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*log_every_n_steps")
-def test_detector_trains(name: str) -> None:
-    model = built(name)
+def test_detector_trains() -> None:
+    model = built()
     before = model.backbone.model.embed.proj.weight.clone()
     images, targets = batch()
     module = Detector(model, OptimConfig(epochs=1, warmup_epochs=0))
@@ -505,4 +431,3 @@ def test_detector_trains(name: str) -> None:
     assert not torch.equal(model.backbone.model.embed.proj.weight, before)
     assert 0 <= metrics["val_ap"] <= 1
     assert metrics["val_loss"].isfinite()
-    assert ("val_mask_ap" in metrics) == (name == "mask")

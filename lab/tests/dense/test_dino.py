@@ -1,6 +1,6 @@
 """What DINO adds to Deformable DETR: denoising, mixed query selection, look forward twice.
 
-What all detectors have in common is in `test_detection.py`.
+Losses, predictions and training of a detector are in `test_detection.py`.
 """
 
 import math

@@ -4,12 +4,14 @@ import json
 import pickle
 from functools import partial
 from io import StringIO
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from miniatures import MINIATURES
 from rich.console import Console
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassJaccardIndex
@@ -18,7 +20,7 @@ from torchrope_lab.conclusion import NOT_DIFFERENT
 from torchrope_lab.data.config import data_config
 from torchrope_lab.statistics import BootstrapEstimate, draw, resample
 from torchrope_lab.studies import dense
-from torchrope_lab.studies.dense import EvaluationSize, evaluate, measured, sizes_of
+from torchrope_lab.studies.dense import evaluate, measured
 from torchrope_lab.studies.engine.config import StudyConfig
 from torchrope_lab.studies.engine.dense_tasks import DETECT, SEGMENT, examples, mean_iou, predictions
 from torchrope_lab.studies.engine.estimates import rank, spread, verdict_of
@@ -177,36 +179,35 @@ def test_published_cells_have_the_gains_printed_beside_them(number: int, gains: 
 
 
 class Knowing(nn.Module):
-    """Predicts what is true of the images of some data, as well as asked, in pixels of what it is shown."""
+    """Predicts what is true of the images of some data, in their order, as well as asked, in pixels of what it sees."""
 
-    def __init__(self, data: Any, sizes: list[EvaluationSize], good: float = 1.0) -> None:
+    def __init__(self, data: Any, good: float = 1.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(()))
         self.good = good
-        self.classes = getattr(data, "map_classes", ())
-        pairs = [pair for size in sizes for pair in examples(size.data)]
-        self.known = {image.numpy().tobytes(): target for image, target in pairs}
-        self.only = pairs[0][1] if len(self.known) == 1 else None
+        self.examples = cycle(list(examples(data)))
 
     def predict(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
         return [self.say(image) for image in images]
 
-    def say(self, image: Tensor) -> dict[str, Tensor]:
-        target = self.only or self.known[image.numpy().tobytes()]
-        height, width = (here / there for here, there in zip(image.shape[1:], target["map"].shape, strict=True))
-        kept = round(self.good * len(target["labels"]))
-        logits = nn.functional.one_hot(target["map"].clamp(max=10), 11).permute(2, 0, 1).float()
-        logits[:, : round((1 - self.good) * logits.shape[1])] = 0
-        return {
-            "logits": nn.functional.interpolate(logits[None], image.shape[1:], mode="nearest")[0],
-            "boxes": (target["boxes"] * torch.tensor([width, height, width, height]))[:kept],
-            "labels": target["labels"][:kept],
-            "scores": torch.linspace(0.9, 0.2, len(target["labels"]))[:kept],
-        }
+    def say(self, enlarged: Tensor) -> dict[str, Tensor]:
+        image, target = next(self.examples)
+        found = {}
+        if "map" in target:
+            logits = nn.functional.one_hot(target["map"] % 255, 11).permute(2, 0, 1).float()
+            logits[:, : round((1 - self.good) * logits.shape[1])] = 0
+            found["logits"] = nn.functional.interpolate(logits[None], enlarged.shape[1:], mode="nearest")[0]
+        if "boxes" in target:
+            height, width = (here / there for here, there in zip(enlarged.shape[1:], image.shape[1:], strict=True))
+            kept = round(self.good * len(target["labels"]))
+            found["boxes"] = (target["boxes"] * torch.tensor([width, height, width, height]))[:kept]
+            found["labels"] = target["labels"][:kept]
+            found["scores"] = torch.linspace(0.9, 0.2, len(target["labels"]))[:kept]
+        return found
 
 
 class Photographs:
-    """Data of one image that is no scene."""
+    """Data of one image, with boxes and a map."""
 
     name, title, tasks = "coco", "Photographs", ("segment", "detect")
     classes, map_classes = tuple("0123456789"), ("background", *"0123456789")
@@ -227,7 +228,7 @@ class Photographs:
 @pytest.mark.parametrize("task", [SEGMENT, DETECT], ids=lambda task: task.name)
 def test_prediction_of_an_enlarged_image_is_scaled_back(task: Any, zoom: float) -> None:
     data: Any = Photographs()
-    [(image, target, found)] = predictions(Knowing(data, sizes_of(data)[:1]), task, data, zoom)
+    [(image, target, found)] = predictions(Knowing(data), task, data, zoom)
     assert image.shape == (3, 37, 51)
     if task.name == "segment":
         assert found["map"].shape == (37, 51)
@@ -256,52 +257,38 @@ def test_boxes_that_are_not_sure_are_not_drawn() -> None:
     assert overlay.classes == [1]
 
 
-def lab(out: Path, *encodings: str, **settings: Any) -> Lab:
+MODELS: dict[str, ModelConfig] = {
+    name: ModelConfig(**head, patch_size=[8], dim=16, depth=4, num_heads=2, mlp_dim=16)
+    for name, head in {
+        "segments": dict(head="upernet", head_channels=8),
+        "coco": dict(head="dino", head_channels=64, num_queries=20),
+    }.items()
+}
+
+
+def lab(folder: Path, *encodings: str, data: str = "segments", **settings: Any) -> Lab:
     config = StudyConfig(
         **{
-            "data": data_config("scenes", train_size=8, val_size=6, batch_size=4),
-            "model": ModelConfig(
-                head="upernet", head_channels=8, patch_size=[8], dim=16, depth=4, num_heads=2, mlp_dim=16
-            ),
+            "data": data_config(data, root=str(MINIATURES[data](folder / data)), size=32, batch_size=4),
+            "model": MODELS[data],
             "optim": OptimConfig(epochs=1, warmup_epochs=0),
             "encodings": list(encodings),
             "seeds": 1,
-            "out": str(out),
+            "out": str(folder / "out"),
             **settings,
         }
     )
     return Lab(config, ("learned", "mixed"), QUIET)
 
 
-def test_larger_canvases_hold_more_digits_of_the_same_sizes(tmp_path: Path) -> None:
-    found = sizes_of(lab(tmp_path).data)
-    assert [(size.scale, size.title, size.zoom) for size in found] == [
-        (1, "64 × 64", 1),
-        (1.5, "96 × 96", 1),
-        (2, "128 × 128", 1),
-    ]
-    digits, sides = [], []
-    for size in found:
-        targets = [target for _, target in examples(size.data)]
-        assert targets[0]["map"].shape == (int(size.scale * 64),) * 2
-        digits.append(np.mean([len(target["labels"]) for target in targets]))
-        sides.append(torch.cat([target["boxes"][:, 2:] - target["boxes"][:, :2] for target in targets]).max().item())
-    assert digits[2] > 2.5 * digits[0]
-    assert max(sides) <= 28
-    large = lab(tmp_path, data=data_config("scenes", size=160, train_size=2, val_size=2)).data
-    assert [size.scale for size in sizes_of(large)] == [1, 1.5]
-    assert [size.zoom for size in sizes_of(Photographs())] == [1, 1.5, 2]  # type: ignore[arg-type]
-
-
 def faked(here: Lab, monkeypatch: pytest.MonkeyPatch, goods: dict[str, float]) -> None:
     """Have the lab give runs whose models know the truth, to the extent that their encoding says."""
-    sizes = sizes_of(here.data)
 
     def train(runs: Any, measures: MeasuresOf) -> list[Trained]:
         trained = []
         for run in runs:
-            model = Knowing(here.data, sizes, goods[run.encoding])
-            task = {"upernet": SEGMENT, "faster-rcnn": DETECT}[run.config.model.head]
+            model = Knowing(here.data, goods[run.encoding])
+            task = {"upernet": SEGMENT, "dino": DETECT}[run.config.model.head]
             kept = evaluate(model, here.data, task=task)["sizes"][0]["records"]
             reached = whole(task.measure_of(kept), len(kept))
             one = Trained(run, Path("nowhere"), [], [], 1.0, [{"epoch": 1, task.curve: reached}], 1.0)
@@ -317,40 +304,35 @@ def faked(here: Lab, monkeypatch: pytest.MonkeyPatch, goods: dict[str, float]) -
 
 
 @pytest.mark.slow
-def test_findings_rank_both_tasks_and_show_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = lab(tmp_path, "learned", "mixed", "axial")
+@pytest.mark.parametrize(("data", "title"), [("segments", "Segmentation: mIoU"), ("coco", "Detection: box AP")])
+def test_findings_rank_encodings_and_show_predictions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str, title: str
+) -> None:
+    here = lab(tmp_path, "learned", "mixed", "axial", data=data)
     faked(here, monkeypatch, {"learned": 0.4, "mixed": 1.0, "axial": 1.0})
     found = dense.find(here)
-    plain = json.loads(json.dumps(found.plain(), allow_nan=False))
-    assert [table["title"] for table in plain["tables"]] == [
-        "Segmentation: mIoU by size",
-        "Segmentation: mIoU ahead of a learned absolute encoding",
-        "Detection: box AP by size",
-        "Detection: box AP ahead of a learned absolute encoding",
-    ]
-    for table in found.tables[::2]:
-        rows = {row["name"]: row for row in table.rows}
-        assert rows["mixed"]["at0"] == rows["mixed"]["at2"] == 100
-        assert rows["learned"]["at0_low"] <= rows["learned"]["at0"] <= rows["learned"]["at0_high"] < 100
-        assert [rows[name]["last"] for name in ("mixed", "axial", "learned")] == [
-            NOT_DIFFERENT,
-            NOT_DIFFERENT,
-            "behind",
-        ]
-    ahead = {row["name"]: row for row in found.tables[3].rows}
+    json.dumps(found.plain(), allow_nan=False)
+    by_size, ahead_of_learned = found.tables
+    assert by_size.title == f"{title} by size"
+    assert ahead_of_learned.title == f"{title} ahead of a learned absolute encoding"
+    rows = {row["name"]: row for row in by_size.rows}
+    assert rows["mixed"]["at0"] == rows["mixed"]["at2"] == pytest.approx(100, abs=1e-12)
+    assert rows["learned"]["at0_low"] <= rows["learned"]["at0"] <= rows["learned"]["at0_high"] < 100
+    assert [rows[name]["last"] for name in ("mixed", "axial", "learned")] == [NOT_DIFFERENT, NOT_DIFFERENT, "behind"]
+    ahead = {row["name"]: row for row in ahead_of_learned.rows}
     assert set(ahead) == {"mixed", "axial"}
     assert ahead["mixed"]["at2_low"] > 0
-    assert ahead["mixed"]["at2"] == pytest.approx(100 - found.tables[2].rows[-1]["at2"])
-    assert [len(figure.rows) for figure in found.figures] == [2 * 3 * 3, 2 * 2 * 3]
-    assert "mIoU is highest with axial, 100.0 % [100.0, 100.0] (1 not significantly different); box AP" in found.answer
+    assert ahead["mixed"]["at2"] == pytest.approx(100 - by_size.rows[-1]["at2"])
+    assert [len(figure.rows) for figure in found.figures] == [3 * 3, 2 * 3]
+    highest = title.partition(": ")[2]
+    assert f"{highest} is highest with axial, 100.0 % [100.0, 100.0] (1 not significantly different)" in found.answer
     assert "one training each" in found.answer
-    maps, boxes = found.pictures
-    assert [row.title for row in maps.rows] == ["64 × 64, scene 0", "64 × 64, scene 1", "128 × 128, scene 0"]
-    assert list(maps.rows[0].panels) == ["truth", "learned", "mixed", "axial"]
-    truth, learned, mixed, _ = maps.rows[2].panels.values()
-    assert truth == mixed != learned
-    assert boxes.rows[0].panels["truth"] != boxes.rows[0].panels["mixed"]  # which has scores
-    assert set(boxes.legend) <= {str(digit) for digit in range(10)}
+    [pictures] = found.pictures
+    assert [row.title.partition(",")[0] for row in pictures.rows] == ["1 times", "1 times", "2 times"]
+    assert list(pictures.rows[0].panels) == ["truth", "learned", "mixed", "axial"]
+    truth, learned, mixed, axial = pictures.rows[1].panels.values()
+    assert mixed == axial != learned
+    assert truth != mixed  # which has no unlabelled pixels, or scores
 
 
 @pytest.mark.slow
@@ -375,55 +357,48 @@ def test_reference_that_cannot_be_is_refused(tmp_path: Path) -> None:
         dense.find(lab(tmp_path, "mixed", reference="liere:5"))
 
 
-def test_dense_trains_only_the_tasks_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = lab(tmp_path, "learned", "mixed")
-    faked(here, monkeypatch, {"learned": 0.5, "mixed": 1.0})
-    monkeypatch.setattr(type(here.data), "tasks", ("segment",))
-    found = dense.find(here)
-    assert [table.title.partition(":")[0] for table in found.tables] == ["Segmentation"] * 2
-    assert len(found.pictures) == 1
-
-
 def test_head_that_is_named_is_taken_for_its_task(tmp_path: Path) -> None:
-    here = lab(tmp_path, model=ModelConfig(head="mask2former", num_queries=20, patch_size=[8]))
-    maps, boxes = ([*dense.runs_of(here, task)] for task in (SEGMENT, DETECT))
-    assert [(run.config.model.head, run.config.model.num_queries) for run in maps] == [("mask2former", 20)] * 2
-    assert [(run.config.model.head, run.config.model.num_queries) for run in boxes] == [("faster-rcnn", None)] * 2
+    here = lab(tmp_path, model=ModelConfig(head="mask2former", num_queries=20, head_channels=32, patch_size=[8]))
+    maps, boxes = ([run.config.model for run in dense.runs_of(here, task)] for task in (SEGMENT, DETECT))
+    assert [(model.head, model.num_queries, model.head_channels) for model in maps] == [("mask2former", 20, 32)] * 2
+    assert [(model.head, model.num_queries, model.head_channels) for model in boxes] == [("dino", None, None)] * 2
 
 
-def test_dry_run_lists_the_runs_of_both_tasks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("data", MODELS)
+def test_dry_run_lists_the_runs(tmp_path: Path, data: str) -> None:
     console = Console(file=StringIO(), width=80)
-    settings = lab(tmp_path, "learned", "mixed").config
+    settings = lab(tmp_path, "learned", "mixed", data=data).config
     run_study(find_study("dense"), settings, command="", console=console, dry_run=True)
     told = console.file.getvalue()  # type: ignore[attr-defined]
     assert told.count("runs to train or measure: ") == 1
-    assert "runs to train or measure: 4 of 4, " in told
+    assert "runs to train or measure: 2 of 2, " in told
 
 
 @pytest.mark.slow
 def test_seeds_are_means_with_a_spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = lab(tmp_path, "learned", "mixed", seeds=2)
+    here = lab(tmp_path, "learned", "mixed", data="coco", seeds=2)
     faked(here, monkeypatch, {"learned": 0.5, "mixed": 1.0})
-    [outcome] = measured(here, [(DETECT, here.runs(["learned"], model={"head": "faster-rcnn"}))])
+    [outcome] = measured(here, [(DETECT, here.runs(["learned"]))])
     assert outcome.scores["learned"][0].on_all.shape == (2,)
     table = dense.find(here).tables[0]
     assert "spread" in [column.key for column in table.columns]
 
 
 @pytest.mark.slow
-def test_real_study_of_a_few_scenes(tmp_path: Path) -> None:
-    here = lab(tmp_path, "learned", "mixed")
+@pytest.mark.parametrize("data", MODELS)
+def test_real_study_of_a_few_images(tmp_path: Path, data: str) -> None:
+    here = lab(tmp_path, "learned", "mixed", data=data)
     file = run_study(find_study("dense"), here.config, command="torchrope study dense", console=QUIET)
     found = json.loads(file.read_text())
     assert found["data"]["chance"] is None
-    for task in (SEGMENT, DETECT):
-        [outcome] = measured(here, [(task, dense.runs_of(here, task))])
-        for name, [run] in outcome.trained.items():
-            assert outcome.scores[name][0].mean == pytest.approx(run.curve[-1][task.curve], abs=0.005)
-        if task is SEGMENT:  # over all classes as many pixels are predicted as there are
-            records = [at["records"] for seeds in outcome.measured.values() for seed in seeds for at in seed]
-            for images in records:
-                counts = [pixels for record in images for pixels in record.values()]
-                assert sum(named for _, named, _ in counts) == sum(true for *_, true in counts)
+    task = SEGMENT if data == "segments" else DETECT
+    [outcome] = measured(here, [(task, dense.runs_of(here, task))])
+    for name, [run] in outcome.trained.items():
+        assert outcome.scores[name][0].mean == pytest.approx(run.curve[-1][task.curve], abs=0.005)
+    if task is SEGMENT:  # over all classes as many pixels are predicted as there are
+        records = [at["records"] for seeds in outcome.measured.values() for seed in seeds for at in seed]
+        for images in records:
+            counts = [pixels for record in images for pixels in record.values()]
+            assert sum(named for _, named, _ in counts) == sum(true for *_, true in counts)
     assert {row["name"] for row in found["findings"]["tables"][0]["rows"]} == {"learned", "mixed"}
-    assert len(found["findings"]["pictures"]) == 2
+    assert len(found["findings"]["pictures"]) == 1

@@ -46,7 +46,7 @@ TRAINED = (  # one per data set and backbone, and two heads; the others are in `
     "liere-rsna",
     "rope-swin-t",
     "rope-vit-ade20k-upernet-vit-b",
-    "vitdet-coco-mask-rcnn-vit-b",
+    "rope-vit-coco-dino-vit-b",
 )
 A_FEW = [pytest.param(name, marks=() if name in TRAINED else pytest.mark.slow) for name in PAPERS]
 QUICK = ("liere-cifar100-vit-t", "liere-imagenet", "rope-swin-t")  # train within a second
@@ -285,7 +285,6 @@ def test_inputs_have_the_papers_number_of_tokens(name: str, tokens: int) -> None
         *((f"rope-vit-ade20k-upernet-vit-{size}", 16, 8) for size in "bl"),
         *((f"rope-vit-ade20k-mask2former-swin-{size}", 16, 8) for size in "sb"),
         *((f"rope-vit-coco-dino-{name}", 16, 8) for name in ("vit-b", "vit-l", "swin-t", "swin-s", "swin-b")),
-        ("vitdet-coco-mask-rcnn-vit-b", 64, 64),
     ],
 )
 def test_effective_batch_is_the_papers_on_its_devices(name: str, batch: int, devices: int) -> None:
@@ -351,7 +350,6 @@ def test_schedule_warms_up_and_decays_as_configured(name: str, rate: float, warm
         ("rope-vit-coco-dino-vit-b", 1e-4, 0, [11 / 12]),
         ("rope-vit-coco-dino-vit-l", 1e-4, 250 / 90_000, [300 / 375]),
         *((f"rope-vit-coco-dino-swin-{size}", 1e-4, 0, [11 / 12]) for size in "tsb"),
-        ("vitdet-coco-mask-rcnn-vit-b", 1e-4, 250 / 184_375, [163_889 / 184_375, 177_546 / 184_375]),
     ],
 )
 def test_step_schedule_decays_at_milestones(name: str, rate: float, warm: float, falls: list[float]) -> None:
@@ -381,8 +379,6 @@ def test_optimiser_equals_the_papers() -> None:
     dino = {kinds[name] for name in PAPERS if "dino" in name}
     assert dino == {("adamw", 1e-4, 0.1, "cross-entropy", 12)}
     assert {settings[name].backbone_lr for name in PAPERS if "dino" in name} == {0.1}
-    assert kinds["vitdet-coco-mask-rcnn-vit-b"] == ("adamw", 0.1, 0, "cross-entropy", 100)
-    assert settings["vitdet-coco-mask-rcnn-vit-b"].layer_decay == 0.7
     for name, epochs in {"comrope-imagenet": 200, "comrope-ucf101": 80, "comrope-finetune": 4}.items():
         assert kinds[name] == ("adamw", 0.01, 1.0, "cross-entropy", epochs)
 
@@ -403,7 +399,7 @@ def drop_rates(name: str) -> list[float]:
         ("rope-vit-l-224", 0.45, True),
         ("rope-swin-t", 0.2, False),
         ("rope-vit-ade20k-upernet-vit-l", 0.2, False),
-        ("vitdet-coco-mask-rcnn-vit-b", 0.1, False),
+        ("rope-vit-coco-dino-vit-b", 0.1, False),
     ],
 )
 def test_stochastic_depth_schedule_equals_the_papers(name: str, rate: float, constant: bool) -> None:

@@ -1,4 +1,4 @@
-"""Object detection and instance segmentation data in COCO's format, with one JSON file per part."""
+"""Object detection data in COCO's format, with one JSON file per part."""
 
 import json
 import math
@@ -9,10 +9,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeGuard
 
-import numpy as np
 import torch
-from pycocotools import mask as run_lengths
-from torch import Tensor
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
@@ -36,7 +33,6 @@ from torchrope_lab.data.images import existing_folder, load_image
 
 MAX_ASPECT = 5 / 3  # longer side / data.size at most: 1333 / 800
 NO_OBJECTS = b"[]"  # JSON
-MAX_COORDINATE = 1e5  # pixels; a polygon with a larger coordinate is damaged
 
 LAYOUT = (
     "annotations/instances_train2017.json and instances_val2017.json (or one *train*.json and at most one *val*.json), "
@@ -48,8 +44,8 @@ SOURCE = "cocodataset.org"
 class ImageEntry(NamedTuple):
     """Path and size of an image, with its objects and crowds.
 
-    Objects and crowds are stored as JSON text, a list of [label, left, top, right, bottom, id, segmentation]: many
-    small Python objects would be copied into every loading process.
+    Objects and crowds are stored as JSON text, a list of [label, left, top, right, bottom, id]: many small Python
+    objects would be copied into every loading process.
     """
 
     path: str
@@ -74,7 +70,7 @@ class Coco(DenseModule):
     A label is the index of the category's id among the sorted ids. Invalid annotations and missing images are skipped
     and listed in `skipped`. Training leaves out crowds and images without another object, as detectron2 and torchvision
     do; validation keeps them. Without a val file, a fifth of the images is held out by a hash of path and `split_seed`.
-    Targets have no masks if no training annotation has a polygon or run lengths.
+    Polygons and run lengths are not read.
 
     Images are resized so that the shorter side is `data.size` and the longer at most 5/3 of it; with
     `augment.scale_jitter` or `multi_scale`, training resizes by a random factor and crops instead.
@@ -108,9 +104,7 @@ class Coco(DenseModule):
         categories = same_categories({part: instances.categories for part, instances in read.items()})
         labels = {number: label for label, number in enumerate(sorted(categories))}
         self.classes = tuple(categories[number] for number in labels)
-        masks = any(one.get("segmentation") for image in read["train"].images.values() for one in image["annotations"])
-        self.has_masks = masks
-        parts = {part: list_images(self.root, part, found, labels, masks, faults) for part, found in read.items()}
+        parts = {part: list_images(self.root, part, found, labels, faults) for part, found in read.items()}
         self.skipped = faults
         total = sum(1 + len(image["annotations"]) for found in read.values() for image in found.images.values())
         warn_skipped(faults, total, config.max_skipped, "images and annotations")
@@ -129,15 +123,15 @@ class Coco(DenseModule):
         transform = compose([*(jitter or [fit]), *flip_and_colours(config.augment)])
         train = select_some(train, config.train_size, config.split_seed, "train_size")
         val = select_some(val, config.val_size, config.split_seed, "val_size")
-        return self._set(train, masks, transform), self._set(val, masks, compose([fit]))
+        return self._set(train, transform), self._set(val, compose([fit]))
 
-    def _set(self, listed: Sequence[ImageEntry], masks: bool, transform: Transform | None) -> FileSet:
+    def _set(self, listed: Sequence[ImageEntry], transform: Transform | None) -> FileSet:
         samples = [(image.path, zlib.crc32(image.objects + image.crowds)) for image in listed]
-        return FileSet(samples, partial(load_image_entry, self.root, masks, listed), transform, self.config.max_skipped)
+        return FileSet(samples, partial(load_image_entry, self.root, listed), transform, self.config.max_skipped)
 
 
-def load_image_entry(root: Path, masks: bool, listed: Sequence[ImageEntry], index: int) -> Example:
-    """Read an image and decode its annotations; targets have masks if `masks`.
+def load_image_entry(root: Path, listed: Sequence[ImageEntry], index: int) -> Example:
+    """Read an image and its annotations.
 
     Raises:
         ValueError: the image has another size than in its annotations.
@@ -149,17 +143,12 @@ def load_image_entry(root: Path, masks: bool, listed: Sequence[ImageEntry], inde
         raise ValueError(f"{rule}, got {image.shape[-1]}x{image.shape[-2]}")
     objects, crowds = (json.loads(part) for part in packed)
     rows = objects + crowds
-    target = {
+    return image, {
         "boxes": to_boxes(torch.tensor([row[1:5] for row in rows]), height, width),
         "labels": torch.tensor([row[0] for row in rows], dtype=torch.int64),
         "crowd": torch.arange(len(rows)) >= len(objects),
         "name": path,
     }
-    if masks:
-        decoded = [decode(row[-1], height, width) for row in rows]
-        stacked = torch.stack(decoded) if decoded else torch.zeros(0, height, width, dtype=torch.bool)
-        target["masks"] = tv_tensors.Mask(stacked)
-    return image, target
 
 
 def find_annotations(root: Path) -> dict[str, Path]:
@@ -251,7 +240,7 @@ def same_categories(of_parts: Mapping[str, Mapping[int, str]]) -> dict[int, str]
 
 
 def list_images(
-    root: Path, part: str, instances: Instances, labels: Mapping[int, int], masks: bool, faults: list[Fault]
+    root: Path, part: str, instances: Instances, labels: Mapping[int, int], faults: list[Fault]
 ) -> list[ImageEntry]:
     """List the existing images with their valid annotations, in the order of their ids; add the others to `faults`."""
     folder = image_folder(root, part, instances)
@@ -266,7 +255,7 @@ def list_images(
         by_crowd: tuple[list, list] = [], []  # objects, crowds
         for one in image["annotations"]:
             with noted(f"{name} annotation {one.get('id')}", faults):
-                by_crowd[bool(one.get("iscrowd"))].append(convert_annotation(one, labels, height, width, masks))
+                by_crowd[bool(one.get("iscrowd"))].append(convert_annotation(one, labels, height, width))
         packed = (json.dumps(rows, separators=(",", ":")).encode() for rows in by_crowd)
         listed.append(ImageEntry(name, height, width, *packed))
     return listed
@@ -283,9 +272,7 @@ def image_folder(root: Path, part: str, instances: Instances) -> Path:
     raise ValueError(f"--data.root must hold {LAYOUT}; from {SOURCE}; got no image of {part} in {str(root)!r}")
 
 
-def convert_annotation(
-    annotation: Mapping[str, Any], labels: Mapping[int, int], height: int, width: int, masks: bool
-) -> list[Any]:
+def convert_annotation(annotation: Mapping[str, Any], labels: Mapping[int, int], height: int, width: int) -> list[Any]:
     """Convert an annotation to the list in `ImageEntry`, with its box clipped to the image.
 
     Raises:
@@ -303,76 +290,7 @@ def convert_annotation(
     ends = [max(left, 0), max(top, 0), min(left + wide, width), min(top + high, height)]
     if not (ends[0] < ends[2] and ends[1] < ends[3]):
         raise ValueError(f"bbox must overlap the image of {width}x{height} pixels, got {box}")
-    segmentation = annotation.get("segmentation") if masks else None
-    if masks:
-        check_segmentation(segmentation, height, width)
-    return [labels[category], *ends, annotation.get("id"), segmentation]
-
-
-def check_segmentation(segmentation: Any, height: int, width: int) -> None:
-    """Check polygons or run lengths: pycocotools would read past the end of invalid ones.
-
-    Raises:
-        ValueError: the segmentation is neither, or does not fit the size of the image.
-    """
-    if isinstance(segmentation, list) and segmentation:
-        for polygon in segmentation:
-            if not _are_numbers(polygon) or len(polygon) < 6 or len(polygon) % 2:
-                raise ValueError(f"a polygon must be three or more pairs of finite numbers, got {polygon!r:.60}")
-            if max(map(abs, polygon)) > MAX_COORDINATE:
-                raise ValueError(
-                    f"coordinates must be at most {MAX_COORDINATE:g} pixels, got {max(map(abs, polygon)):g}"
-                )
-    elif isinstance(segmentation, dict):
-        if segmentation.get("size") != [height, width]:
-            rule = f"a mask must have the size of the image, [{height}, {width}]"
-            raise ValueError(f"{rule}, got {segmentation.get('size')}")
-        counts = segmentation.get("counts")
-        runs = decode_counts(counts) if isinstance(counts, str) else counts
-        if not isinstance(runs, list) or not all(_is_integer(run) and run >= 0 for run in runs):
-            raise ValueError(f"counts of a mask must be whole numbers of 0 or more, got {runs!r:.60}")
-        if sum(runs) != height * width:
-            raise ValueError(f"counts of a mask must sum to {height * width}, the image's pixels, got {sum(runs)}")
-    else:
-        raise ValueError(f"segmentation must be polygons or run lengths, got {segmentation!r:.60}")
-
-
-def decode_counts(counts: str) -> list[int]:
-    """Decode the run lengths of pycocotools' compressed form.
-
-    A character holds five bits, least significant first; from the fourth run on, a value is the difference to the run
-    two before.
-
-    Example:
-        >>> decode_counts("52203")
-        [5, 2, 2, 2, 5]
-    """
-    runs: list[int] = []
-    value = shift = 0
-    for character in counts:
-        bits = ord(character) - 48
-        if not 0 <= bits < 64:
-            raise ValueError(f"counts of a mask must be in pycocotools' characters, got {character!r}")
-        value |= (bits & 31) << shift
-        shift += 5
-        if bits & 32:
-            continue
-        if bits & 16:
-            value -= 1 << shift
-        runs.append(value + (runs[-2] if len(runs) > 2 else 0))
-        value = shift = 0
-    return runs
-
-
-def decode(segmentation: Any, height: int, width: int) -> Tensor:
-    """Rasterise polygons or run lengths with pycocotools: bool `(height, width)`."""
-    if isinstance(segmentation, dict) and isinstance(segmentation["counts"], str):
-        packed = segmentation
-    else:
-        packed = run_lengths.frPyObjects(segmentation, height, width)
-    if isinstance(packed, list):
-        packed = run_lengths.merge(packed)
-    return torch.from_numpy(np.ascontiguousarray(run_lengths.decode(packed))).bool()
+    return [labels[category], *ends, annotation.get("id")]
 
 
 def _is_integer(value: Any) -> TypeGuard[int]:

@@ -570,7 +570,7 @@ class KanjiConfig(StrokesConfig, CharacterTaskConfig):
 @data_set("scenes", "scenes:Scenes", size=64)
 @augmented("flip", "scale_jitter")
 class ScenesConfig(InMemoryConfig):
-    """Several digits on a canvas, with boxes, masks and a map. Default: 2,000 training and 200 validation scenes."""
+    """Several digits on a canvas, with boxes and a map. Default: 2,000 training and 200 validation scenes."""
 
 
 @data_set("coco", "coco:Coco", size=800)

@@ -60,7 +60,6 @@ class DataModule(pl.LightningDataModule, ABC):
         classes: Names of the classes; a label is an index into them.
         tasks: "classify", "segment", "detect". Batches of the last two are lists, see `torchrope_lab.data.dense`.
         map_classes: Names of the classes of semantic maps, for "segment".
-        has_masks: Whether objects have masks, for "detect".
         val_batch_factor: Size of validation batches as a multiple of that of training batches.
         other_sizes: Source of validation examples of another size: "drawn" (rendered) or "read" from their files at
             that size, by `at_size`, or "resampled" from the crop at the training size.
@@ -88,7 +87,6 @@ class DataModule(pl.LightningDataModule, ABC):
     periods: Periods | None = None
     tasks: tuple[str, ...] = ("classify",)
     map_classes: tuple[str, ...] = ()
-    has_masks: bool = True
     val_batch_factor: int = 4  # no gradients are kept, so more examples fit
     other_sizes: Literal["drawn", "read", "resampled"] = "resampled"
     generated: bool = False

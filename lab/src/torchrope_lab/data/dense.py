@@ -1,4 +1,4 @@
-"""Images with boxes, masks and semantic maps: the fields of a batch, and random augmentation in training."""
+"""Images with boxes and semantic maps: the fields of a batch, and random augmentation in training."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -43,7 +43,6 @@ class DenseSet(Dataset, ABC):
     * `map`: int64 `(height, width)`, the class of every pixel, 255 if unlabelled.
     * `boxes`: float32 `(objects, 4)`, left, top, right and bottom in pixels, from 0 to width and height.
     * `labels`: int64 `(objects,)`, the class of each object.
-    * `masks`: bool `(objects, height, width)`, the visible pixels of each object.
     * `crowd`: bool `(objects,)`, True for a crowd without separate instances.
     * `name`: the file name or the number, as a string.
 
@@ -210,19 +209,9 @@ def flip_and_colours(augment: AugmentConfig) -> list[Any]:
 
 
 def keep_visible(image: Tensor, target: Target) -> Example:
-    """Drop the objects that are outside the crop, and fit the boxes of the others to their visible part."""
-    boxes, masks = target.get("boxes"), target.get("masks")
-    if boxes is None:
-        return image, target
-    if masks is None:
-        _, visible = image_ops.sanitize_bounding_boxes(boxes, min_size=1, min_area=1)
-    else:
-        visible = masks.flatten(1).any(1)
-    updated: Target = {name: target[name][visible] for name in ("labels", "crowd", "masks") if name in target}
-    fitted = boxes[visible] if masks is None else boxes_of(updated["masks"])
-    if masks is not None:
-        updated["masks"] = tv_tensors.Mask(updated["masks"])  # indexing returns a plain tensor, which transforms ignore
-    return image, {**target, **updated, "boxes": to_boxes(fitted, *image.shape[-2:])}
+    """Drop the objects of which the crop holds less than a pixel; the boxes of the others end at the crop."""
+    boxes, visible = image_ops.sanitize_bounding_boxes(target["boxes"], min_size=1, min_area=1)
+    return image, {**target, "boxes": boxes, "labels": target["labels"][visible], "crowd": target["crowd"][visible]}
 
 
 class Jitter(v2.ScaleJitter):
@@ -260,7 +249,7 @@ class Crop(v2.Transform):
         return {"top": top, "left": left, "height": kept_height, "width": kept_width}
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
-        """Crop an image, boxes, masks or a map."""
+        """Crop an image, boxes or a map."""
         return image_ops.crop(inpt, **params)
 
 

@@ -1,4 +1,4 @@
-"""Detection and segmentation data in memory, with instance masks stored as object numbers per pixel."""
+"""Detection and segmentation data in memory, with the objects stored as their numbers per pixel."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from torchrope_lab.data.tensors import InMemorySet, Normalise
 
 
 class NumberedSet(DenseSet, InMemorySet):
-    """Images in memory, as bytes, with boxes, masks and a map of their objects.
+    """Images in memory, as bytes, with boxes and a map of their objects.
 
     Args:
         inputs: Images, uint8 `(images, 1, side, side)`.
@@ -46,11 +46,9 @@ class NumberedSet(DenseSet, InMemorySet):
         labels, side = objects[:, 0], self.inputs.shape[-1]
         class_of = torch.zeros(256, dtype=torch.uint8, device=labels.device)
         class_of[1 : len(labels) + 1] = (labels + 1).to(torch.uint8)
-        object_numbers = torch.arange(1, len(labels) + 1, device=labels.device)[:, None, None]
         return tv_tensors.Image(self.inputs[index]), {
             "boxes": to_boxes(objects[:, 1:], side, side),
             "labels": labels,
-            "masks": tv_tensors.Mask(numbers == object_numbers),
             "crowd": torch.zeros_like(labels, dtype=torch.bool),
             "map": tv_tensors.Mask(class_of[numbers.long()]),
             "name": self.names[index],

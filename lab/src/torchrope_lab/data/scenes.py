@@ -1,4 +1,4 @@
-"""Scenes of several real digits with boxes, masks and a semantic map, small enough for quick training."""
+"""Scenes of several real digits with boxes and a semantic map, small enough for quick training."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -74,7 +74,7 @@ class Scenes(DenseModule):
         fewest, most = in_proportion(DIGITS, side)
         self.description = (
             f"{sum(self.sizes):,} synthetic scenes of {side}×{side} grey pixels with {fewest} to {most} handwritten "
-            "digits (UCI, from scikit-learn) each; targets are boxes, masks and classes."
+            "digits (UCI, from scikit-learn) each; targets are boxes and classes."
         )
 
     def datasets(self) -> tuple[NumberedSet, NumberedSet]:

@@ -1,4 +1,4 @@
-"""Semantic segmentation and object detection: heads of torchvision and transformers on torchrope's backbones."""
+"""Semantic segmentation and object detection: heads of transformers on torchrope's backbones."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +49,7 @@ class DenseModel(nn.Module, ABC):
 
         Returns:
             For each image `logits` `(classes, height, width)`; or `boxes` `(n, 4)` xyxy, `scores`, `labels` `(n,)` by
-            falling score, n ≤ 100, and from models with masks `masks` `(n, height, width)`.
+            falling score, n ≤ 100.
         """
         return by_size(images, self.predict_same_size)
 

@@ -1,7 +1,7 @@
 """COCO's average precision, from matches stored per image, so that bootstrap samples of images need no new matching."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,20 +14,12 @@ RECALLS = np.linspace(0.0, 1.0, 101)
 MAX_DETECTIONS = 100  # per image
 
 
-def match(
-    predicted: Sequence[Mapping[str, Tensor]],
-    targets: Sequence[Mapping[str, Tensor]],
-    *,
-    kind: Literal["boxes", "masks"] = "boxes",
-) -> list[Record]:
+def match(predicted: Sequence[Mapping[str, Tensor]], targets: Sequence[Mapping[str, Tensor]]) -> list[Record]:
     """Match the detections of every image with its objects, by pycocotools.
 
     Args:
-        predicted: For each image `boxes` `(n, 4)` xyxy, `scores`, `labels` `(n,)`; `masks` `(n, h, w)` if `kind` is
-            "masks".
-        targets: For each image `boxes`, `labels`; `crowd` `(n,)` bool if there are crowds; `masks` if `kind` is
-            "masks".
-        kind: Whether the IoU is that of boxes or of masks.
+        predicted: For each image `boxes` `(n, 4)` xyxy, `scores`, `labels` `(n,)`.
+        targets: For each image `boxes`, `labels`; `crowd` `(n,)` bool if there are crowds.
 
     Returns:
         One dict per image, which JSON can store: `{"classes": {label: {"scores", "matched", "ignored", "truths"}}}`.
@@ -43,17 +35,17 @@ def match(
     """
     if len(predicted) != len(targets):
         raise ValueError(f"predictions must be as many as targets, got {len(predicted)} and {len(targets)}")
-    return [_match_image(*pair, kind) for pair in zip(predicted, targets, strict=True)]
+    return [_match_image(*pair) for pair in zip(predicted, targets, strict=True)]
 
 
-def _match_image(prediction: Mapping[str, Tensor], target: Mapping[str, Tensor], kind: str) -> Record:
+def _match_image(prediction: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> Record:
     """Match one image; `COCOeval` is given its annotations directly, without the index of a data set."""
     from pycocotools.cocoeval import COCOeval
 
-    evaluation = COCOeval(iouType="bbox" if kind == "boxes" else "segm")
+    evaluation = COCOeval(iouType="bbox")
     evaluation.params.maxDets = [MAX_DETECTIONS]
     for annotations, each in ((evaluation._gts, target), (evaluation._dts, prediction)):
-        for number, annotation in enumerate(_annotations(each, kind), start=1):  # id 0 means unmatched
+        for number, annotation in enumerate(_annotations(each), start=1):  # id 0 means unmatched
             annotations[0, annotation["category_id"]].append({**annotation, "id": number})
     classes = {}
     for key in sorted({*evaluation._gts, *evaluation._dts}):
@@ -149,10 +141,8 @@ def _bits(flags: np.ndarray) -> list[int]:
     return (flags.T @ (1 << np.arange(len(flags)))).tolist()
 
 
-def _annotations(each: Mapping[str, Tensor], kind: str) -> list[dict[str, Any]]:
+def _annotations(each: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     """Convert the objects or detections of an image to COCO's annotations."""
-    from pycocotools import mask as run_lengths
-
     boxes, labels = each["boxes"].double().cpu(), each["labels"].tolist()
     corners, extents = boxes[:, :2], boxes[:, 2:] - boxes[:, :2]
     columns = {
@@ -162,9 +152,5 @@ def _annotations(each: Mapping[str, Tensor], kind: str) -> list[dict[str, Any]]:
         "score": each["scores"].tolist() if "scores" in each else [None] * len(labels),
         "iscrowd": each["crowd"].int().tolist() if "crowd" in each else [0] * len(labels),
     }
-    if kind == "masks":
-        masks = each["masks"].cpu().numpy()
-        columns["segmentation"] = [run_lengths.encode(np.asfortranarray(mask, dtype=np.uint8)) for mask in masks]
-        columns["area"] = [int(run_lengths.area(mask)) for mask in columns["segmentation"]]
     columns["ignore"] = columns["iscrowd"]
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

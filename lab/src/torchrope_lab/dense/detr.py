@@ -1,9 +1,9 @@
 """Object detection with DINO on torchrope's backbones, built from transformers' modules."""
 
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +19,9 @@ from transformers.models.deformable_detr.modeling_deformable_detr import (
 from transformers.models.rt_detr.modeling_rt_detr import get_contrastive_denoising_training_group
 
 from torchrope.models import Features, pad
-from torchrope.tensors import without_autocast
+from torchrope.tensors import wide_dtype, without_autocast
 from torchrope_lab.dense import DenseModel, Target, per_device
-from torchrope_lab.dense.detection import (
-    MAX_DETECTIONS,
-    fixed_seed,
-    image_size,
-    training_objects,
-    widen,
-)
+from torchrope_lab.dense.average_precision import MAX_DETECTIONS
 
 
 class DINO(DenseModel):
@@ -95,8 +89,6 @@ class DINO(DenseModel):
         >>> len(found["boxes"])
         100
     """
-
-    outputs: ClassVar[tuple[str, ...]] = ("boxes",)
 
     def __init__(
         self,
@@ -192,7 +184,7 @@ class DINO(DenseModel):
         detections = []
         for image, score, index, box in zip(images, scores, indices, boxes, strict=True):
             keep = score >= self.score_threshold
-            clipped = clip_boxes_to_image(box[index // classes], image_size(image))
+            clipped = clip_boxes_to_image(box[index // classes], (image.shape[1], image.shape[2]))
             detections.append({"boxes": clipped[keep], "scores": score[keep], "labels": (index % classes)[keep]})
         return detections
 
@@ -346,6 +338,28 @@ class _Noised(NamedTuple):
     mask: Tensor  # (1, 1, noised + queries, noised + queries), True where a row attends to a column
     known: list[tuple[Tensor, Tensor]]  # for each image: queries with less noise, and their objects
     groups: int
+
+
+def training_objects(target: Target) -> dict[str, Tensor]:
+    """Return boxes and labels of the objects to train on: no crowds, no boxes without an area."""
+    boxes = target["boxes"]
+    keep = (boxes[:, 2:] > boxes[:, :2]).all(dim=1)
+    if "crowd" in target:
+        keep = keep & ~target["crowd"]
+    return {name: target[name][keep] for name in ("boxes", "labels")}
+
+
+@contextmanager
+def fixed_seed(device: torch.device) -> Iterator[None]:
+    """Use a fixed random seed, and restore the states of torch's random generators afterwards."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        yield
+
+
+def widen(x: Tensor) -> Tensor:
+    """Convert a tensor to at least float32."""
+    return x.to(wide_dtype(x))
 
 
 def _model(config: DeformableDetrConfig) -> Any:  # Any: parts of other types are assigned to it

@@ -145,7 +145,7 @@ def find(lab: Lab) -> Findings:
 def runs_of(lab: Lab, task: Task) -> list[Run]:
     """Plan a run of each encoding and seed, with the configured head if it is for the task, otherwise its default."""
     other = TASK_OF_HEAD[lab.config.model.head] != task.name
-    head = {"head": task.head, "num_queries": None} if other else {}
+    head = {"head": task.head, "head_channels": None, "num_queries": None} if other else {}
     return lab.runs(with_reference(lab, model=head), model=head)
 
 

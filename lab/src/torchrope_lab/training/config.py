@@ -27,11 +27,11 @@ CONFIG = "config.yaml"
 """File in a run's folder that holds its configuration."""
 
 OptimizerName = Literal["adamw", "adam", "lamb"]
-HeadName = Literal["classify", "upernet", "mask2former", "faster-rcnn", "mask-rcnn", "dino"]
+HeadName = Literal["classify", "upernet", "mask2former", "dino"]
 TASKS: dict[str, str] = {
     "classify": "classify",
     **dict.fromkeys(("upernet", "mask2former"), "segment"),
-    **dict.fromkeys(("faster-rcnn", "mask-rcnn", "dino"), "detect"),
+    "dino": "detect",
 }
 """Task of each head."""
 
@@ -52,8 +52,8 @@ class ModelConfig(Settings):
 
     Attributes:
         backbone: "vit" or "swin"; "transformer" for tokens at any positions ("points", "series", "kanji-strokes").
-        head: Head on the backbone: "classify"; "upernet" or "mask2former" for semantic segmentation; "faster-rcnn",
-            "mask-rcnn" or "dino" for object detection.
+        head: Head on the backbone: "classify"; "upernet" or "mask2former" for semantic segmentation; "dino" for object
+            detection.
         size: "tiny" to "large": sizes of DeiT ("tiny": LieRE) or Swin; dim, depth, num_heads and mlp_dim override
             values.
         dim: Channels of a token.

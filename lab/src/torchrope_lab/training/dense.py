@@ -10,19 +10,16 @@ from torchrope_lab.training.config import ModelConfig, RunConfig
 from torchrope_lab.training.models import build_model, on_lattice
 from torchrope_lab.training.module import Module
 
-SEGMENTER_CHANNELS, DETECTOR_CHANNELS = 512, 256
-"""Channels of heads in mmsegmentation's and ViTDet's recipes."""
+UPERNET_CHANNELS, CHANNELS = 512, 256
+"""Channels of UperNet in mmsegmentation's recipes, and of Mask2Former and DINO in theirs."""
 
 
 def build_dense_module(config: RunConfig, data: DataModule) -> Module:
     """Build the untrained model of a configuration for segmentation or detection.
 
     Raises:
-        ValueError: as `build_model`, or Mask R-CNN for objects without masks.
+        ValueError: as `build_model`.
     """
-    if config.model.head == "mask-rcnn" and not data.has_masks:
-        rule = "annotations must have masks for --model.head mask-rcnn (faster-rcnn and dino need boxes only)"
-        raise ValueError(f"{rule}, got --data {data.name} without masks")
     model = build_head(config.model, build_features(config.encoding, config.model, data), data)
     from torchrope_lab.training.dense_modules import Detector, Segmenter
 
@@ -33,7 +30,7 @@ def build_features(encoding: str, config: ModelConfig, data: DataModule) -> Feat
     """Build the backbone of a configuration: the stages of a Swin; of a ViT four layers for UperNet, else a pyramid.
 
     As in detrex, DINO skips the first stage of a Swin, and the finest level of a ViT's pyramid.
-    A detector's pyramid omits levels whose cells are smaller than 2 pixels, because they would take most of the time.
+    DINO's pyramid also omits levels whose cells are smaller than 2 pixels, because they would take most of the time.
     """
     model = on_lattice(build_model(encoding, config, data))
     if not isinstance(model, ViT):
@@ -43,18 +40,17 @@ def build_features(encoding: str, config: ModelConfig, data: DataModule) -> Feat
         from torchrope_lab.dense.segmentation import layers_of_plain_vit
 
         return Features(model, indices=layers_of_plain_vit(len(model.layers)), **windows)
-    skipped = sum(config.patch_size[0] < 2 * cells for cells in (4, 2, 1)) if config.task == "detect" else 0
-    skipped = max(skipped, 1) if config.head == "dino" else skipped
-    channels = config.head_channels or DETECTOR_CHANNELS
+    small = sum(config.patch_size[0] < 2 * cells for cells in (4, 2, 1))
+    skipped = max(small, 1) if config.head == "dino" else 0
+    channels = config.head_channels or CHANNELS
     return Features(model, pyramid=True, indices=range(skipped, 4), out_channels=channels, **windows)
 
 
 def build_head(config: ModelConfig, features: Features, data: DataModule) -> nn.Module:
     """Build the head on the feature maps of a backbone, its widths in the proportions of its paper."""
-    detects = config.task == "detect"
-    channels = config.head_channels or (DETECTOR_CHANNELS if config.head != "upernet" else SEGMENTER_CHANNELS)
+    channels = config.head_channels or (UPERNET_CHANNELS if config.head == "upernet" else CHANNELS)
     queries: dict[str, int] = {} if config.num_queries is None else {"queries": config.num_queries}
-    classes = data.classes if detects else data.map_classes
+    classes = data.classes if config.task == "detect" else data.map_classes
     match config.head:
         case "upernet":
             from torchrope_lab.dense.segmentation import UperNet
@@ -66,14 +62,6 @@ def build_head(config: ModelConfig, features: Features, data: DataModule) -> nn.
 
             widths = {"encoder_mlp_dim": 4 * channels, "mlp_dim": 8 * channels}
             return Mask2Former(features, classes, channels=channels, **widths, **queries)
-        case "faster-rcnn":
-            from torchrope_lab.dense.detection import FasterRCNN
-
-            return FasterRCNN(features, classes, channels=channels, mlp_dim=4 * channels, regions=2 * channels)
-        case "mask-rcnn":
-            from torchrope_lab.dense.detection import MaskRCNN
-
-            return MaskRCNN(features, classes, channels=channels, mlp_dim=4 * channels, regions=2 * channels)
         case "dino":
             from torchrope_lab.dense.detr import DINO
 

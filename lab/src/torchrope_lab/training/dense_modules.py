@@ -1,6 +1,7 @@
 """Lightning modules for semantic segmentation and object detection: losses, mean IoU and average precision."""
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -74,18 +75,18 @@ class Segmenter(DenseTraining):
 class Detector(DenseTraining):
     """Train a model for object detection.
 
-    Validation logs the loss in evaluation mode and COCO's average precision of boxes, `val_ap`, and of masks,
-    `val_mask_ap`, if the model predicts them; over the images of all processes. Crowds are treated as by COCO.
+    Validation logs the loss in evaluation mode and COCO's average precision of boxes, `val_ap`, over the images of all
+    processes. Crowds are treated as by COCO.
     """
 
     curve = ("val_loss", "val_ap")
 
     def __init__(self, model: Any, optim: OptimConfig) -> None:
         super().__init__(model, optim)
-        kinds = tuple({"boxes": "bbox", "masks": "segm"}[kind] for kind in model.outputs)
+        import_module("pycocotools")  # if it is missing, this error has its name, unlike torchmetrics'
         # The defaults are COCO's in float32, where a recall such as 7 / 10 reaches 0.7; in COCO's float64 it does not.
         exact = dict(iou_thresholds=THRESHOLDS.tolist(), rec_thresholds=RECALLS.tolist())
-        self.val_precision = MeanAveragePrecision(iou_type=kinds, backend="pycocotools", **exact)  # type: ignore[arg-type]
+        self.val_precision = MeanAveragePrecision(backend="pycocotools", **exact)
 
     def validation_step(self, batch: Batch, _: int) -> None:
         """Update loss and average precision with a batch."""
@@ -96,15 +97,13 @@ class Detector(DenseTraining):
 
     def on_validation_epoch_end(self) -> None:
         """Log the metrics of the epoch; average precision is 0 if no image has an object."""
-        measured = self.val_precision.compute()
+        precision = self.val_precision.compute()["map"].clamp(min=0)
         self.val_precision.reset()
-        keys = {"val_ap": "bbox_map", "val_mask_ap": "segm_map"} if len(self.model.outputs) > 1 else {"val_ap": "map"}
-        precisions = {name: measured[key].clamp(min=0) for name, key in keys.items()}
-        self.log_dict({"val_loss": self.val_loss})
-        self.log_dict(precisions, sync_dist=True)  # the same in all processes
+        self.log("val_loss", self.val_loss)
+        self.log("val_ap", precision, sync_dist=True)  # the same in all processes
 
 
 def _truth(target: dict[str, Any]) -> dict[str, Tensor]:
     """Convert a target to the names that torchmetrics uses."""
-    truth: dict[str, Tensor] = {name: target[name] for name in ("boxes", "labels", "masks") if name in target}
+    truth: dict[str, Tensor] = {name: target[name] for name in ("boxes", "labels")}
     return {**truth, "iscrowd": target["crowd"].long()} if "crowd" in target else truth

@@ -111,7 +111,7 @@ def _true_boxes(target: Target) -> Prediction:
 
 
 def _boxes_in_image(prediction: Prediction, enlarged: Tensor, image: Tensor) -> Prediction:
-    """Scale boxes back; masks are left out."""
+    """Scale boxes back."""
     height, width = (large / side for large, side in zip(enlarged.shape[1:], image.shape[1:], strict=True))
     here = {name: prediction[name].cpu() for name in ("boxes", "labels", "scores")}
     return {**here, "boxes": here["boxes"].float() / torch.tensor([width, height, width, height])}
@@ -153,7 +153,7 @@ DETECT = Task(
     name="detect",
     title="Detection",
     measure="box AP",
-    head="faster-rcnn",
+    head="dino",
     curve="val_ap",
     classes="classes",
     about="Box AP is COCO's: the mean over classes and ten overlaps, 0.5 to 0.95, with at most 100 boxes per image.",
