@@ -2,13 +2,12 @@
 
     python benchmarks/linear.py --threads 2
 
-Softmax attention, linear attention (causal, too) and cross-attention from latents to all tokens, each with the rotation
-of its positions, of one sample. Peaks are those of PyTorch's allocator. At the end the exponents of growth: 1 where
-twice the tokens take twice as much, 2 where they take four times as much. Run it on a machine that does nothing else.
+Softmax attention and linear attention (causal, too), each with the rotation of its positions, of one sample. Peaks are
+those of PyTorch's allocator. At the end the exponents of growth: 1 where twice the tokens take twice as much, 2 where
+they take four times as much. Run it on a machine that does nothing else.
 """
 
 import argparse
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +28,6 @@ class Plan:
         most_softmax: Tokens beyond which softmax attention is left out, for its time.
         dim: Channels of a token.
         heads: Attention heads.
-        latents: Latents of the reader.
         encoding: Name of the encoding.
         rounds: Samples of each time.
     """
@@ -38,7 +36,6 @@ class Plan:
     most_softmax: int
     dim: int
     heads: int
-    latents: int
     encoding: str
     rounds: int
 
@@ -58,23 +55,14 @@ def steps(plan: Plan, tokens: int) -> dict[str, Work]:
     head_dim = plan.dim // plan.heads
     encoding = tr.parse_encoding(plan.encoding).rotary(num_axes=AXES, num_heads=plan.heads, head_dim=head_dim)
     x, positions = torch.randn(1, tokens, plan.dim), torch.rand(tokens, AXES) * tokens ** (1 / AXES)
-    latents, places = torch.randn(1, plan.latents, plan.dim), torch.rand(plan.latents, AXES)
-    softmax = tr.Attention(plan.dim, plan.heads)
 
-    def trained(attend: Callable[[], torch.Tensor]) -> Work:
-        return lambda: attend().square().mean().backward()
-
-    def mixed(attention: torch.nn.Module) -> Work:
-        return trained(lambda: attention(x, encoding(positions)))
-
-    def read() -> torch.Tensor:
-        return softmax(latents, encoding(places), context=x, key_rotation=encoding(positions))
+    def trained(attention: torch.nn.Module) -> Work:
+        return lambda: attention(x, encoding(positions)).square().mean().backward()
 
     works = {
-        "softmax": mixed(softmax),
-        "linear": mixed(tr.LinearAttention(plan.dim, plan.heads)),
-        "linear, causal": mixed(tr.LinearAttention(plan.dim, plan.heads, causal=True)),
-        f"{plan.latents} latents": trained(read),
+        "softmax": trained(tr.Attention(plan.dim, plan.heads)),
+        "linear": trained(tr.LinearAttention(plan.dim, plan.heads)),
+        "linear, causal": trained(tr.LinearAttention(plan.dim, plan.heads, causal=True)),
     }
     if tokens > plan.most_softmax:
         del works["softmax"]
@@ -118,7 +106,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--most-softmax", type=int, default=16_384, help="maximum tokens of softmax attention")
     parser.add_argument("--dim", type=int, default=64, help="channels per token")
     parser.add_argument("--heads", type=int, default=4, help="attention heads")
-    parser.add_argument("--latents", type=int, default=64, help="number of latents")
     parser.add_argument("--encoding", default="mixed", help="name of the encoding")
     parser.add_argument("--rounds", type=int, default=7, help="samples of each time")
     parser.add_argument("--threads", type=int, default=None, help="threads of torch")

@@ -21,13 +21,9 @@ NAMES = [{"comrope-ap": "comrope-ap:4"}.get(name, name) for name in NAMES]
 KINDS: dict[str, dict[str, Any]] = {
     "softmax": dict(),
     "linear": dict(attention="linear"),
-    "reader": dict(latents=4),
-    "linear reader": dict(latents=4, attention="linear"),
-    "reader at places": dict(latents=tr.grid(2, 2)),
 }
-RELATIVE = ["softmax", "linear", "reader", "linear reader"]
 NAMES_AND_KINDS = [*((name, "softmax") for name in NAMES), *(("string:4", kind) for kind in KINDS)]
-NAMES_AND_KINDS += [("liere:8", "linear reader"), ("comrope-ld", "linear"), ("sinusoidal", "reader")]
+NAMES_AND_KINDS += [("liere:8", "linear"), ("comrope-ld", "linear"), ("sinusoidal", "linear")]
 
 Data = dict[str, Tensor]
 
@@ -61,7 +57,7 @@ def test_outputs_permute_with_tokens_and_positions(name: str, output: str, kind:
     assert (answers(model, permuted) - expected).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize(("name", "kind"), [case for case in NAMES_AND_KINDS if case[1] in RELATIVE])
+@pytest.mark.parametrize(("name", "kind"), NAMES_AND_KINDS)
 def test_relative_encodings_are_translation_invariant(name: str, kind: str) -> None:
     given = data()
     there = moved(given, torch.tensor([[[0.7, -1.9]], [[30.0, 5.0]]], **WIDE))  # each sample elsewhere
@@ -81,26 +77,6 @@ def test_relative_encodings_depend_on_positions() -> None:
         model = build(encoding=name).double()
         change = (answers(model, stretched) - answers(model, given)).abs().max()
         assert (change == 0) == (name == "none"), name
-
-
-def test_latents_at_fixed_positions_see_translations() -> None:
-    model, given = build(latents=tr.grid(2, 2)).double(), data()
-    assert (answers(model, moved(given, torch.tensor([0.7, 0.0], **WIDE))) - answers(model, given)).abs().max() > 1e-6
-    assert not [name for name, _ in model.named_parameters() if "latent_positions" in name]
-
-
-def test_latent_positions_have_data_units_and_stay_float32() -> None:
-    places = torch.tensor([[0.1, 300.7], [2.3, 100.3]])
-    given = data()
-    near = {name: x / torch.tensor([0.5, 20.0], **WIDE) if "positions" in name else x for name, x in given.items()}
-    in_units = build(latents=places / torch.tensor([0.5, 20.0])).double()
-    model = build(latents=places, positions=tr.Lattice(unit=(0.5, 20.0))).double()
-    model.load_state_dict(in_units.state_dict())
-    assert (answers(model, given) - answers(in_units, near)).abs().max() < 1e-5
-    half = model.to(torch.bfloat16)
-    tokens = torch.zeros(1, 2, 5, dtype=torch.bfloat16)
-    states = half._latents(half.latents, half._embedded("tokens", half.embed, tokens, places, None))
-    assert torch.allclose(states.positions[0], places / torch.tensor([0.5, 20.0]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -156,10 +132,9 @@ def test_single_token_is_a_valid_sample(kind: str) -> None:
     model = build(**KINDS[kind], output="tokens").double()
     given = data(n=1, m=1)
     assert answers(model, given).isfinite().all()
-    if kind in RELATIVE:
-        here = answers(model, given)
-        given["positions"], given["context_positions"] = given["positions"] + 9, given["context_positions"] + 9
-        assert (answers(model, given) - here).abs().max() < 1e-12
+    here = answers(model, given)
+    given["positions"], given["context_positions"] = given["positions"] + 9, given["context_positions"] + 9
+    assert (answers(model, given) - here).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -180,7 +155,7 @@ def test_tokens_at_one_position_differ_by_content() -> None:
     assert (same[:, 0] - same[:, 1]).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("kind", ["softmax", "reader"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["mixed", "liere:8", "sinusoidal"])
 def test_scale_normalises_units_per_axis(name: str, kind: str) -> None:
     units, given = torch.tensor([0.001, 3600.0], **WIDE), data()
@@ -205,12 +180,12 @@ def test_extent_selects_the_lattice_convention_of_the_paper(name: str) -> None:
     ("name", "kind"),
     [
         ("mixed", "softmax"),
-        ("axial", "reader"),
+        ("axial", "linear"),
         ("string:4", "linear"),
-        ("liere:8", "reader"),
+        ("liere:8", "linear"),
         ("comrope-ld", "linear"),
         ("sinusoidal", "softmax"),
-        ("sinusoidal+golden", "reader"),
+        ("sinusoidal+golden", "linear"),
     ],
 )
 def test_translation_by_a_period_changes_nothing(name: str, kind: str) -> None:
@@ -236,13 +211,13 @@ def test_periods_have_data_units_for_any_extent() -> None:
 
 
 def test_shared_encoding_computes_each_rotation_once() -> None:
-    model, calls = build(share_layers=True, latents=3, output="tokens").double(), []
+    model, calls = build(share_layers=True, output="tokens").double(), []
     assert len(model.encodings) == 1
     model.encodings[0].register_forward_hook(lambda *_: calls.append(1))
     answers(model, data())
-    assert len(calls) == 3  # of tokens, latents and context
-    own = build(latents=3, output="tokens")
-    assert len(own.encodings) == len(own.layers) == 1 + 2 * 2 + 1
+    assert len(calls) == 2  # of tokens and context
+    own = build(output="tokens")
+    assert len(own.encodings) == len(own.layers) == 2 * 2
 
 
 def test_positions_may_be_shared_by_all_samples() -> None:
@@ -258,7 +233,7 @@ def test_positions_may_be_shared_by_all_samples() -> None:
 
 
 def test_gradients_of_all_parameters_are_exact() -> None:
-    model, given = build(latents=2, output="tokens", dim=8, mlp_dim=8, depth=1).double(), data(n=3, m=2, batch=1)
+    model, given = build(output="tokens", dim=8, mlp_dim=8, depth=1).double(), data(n=3, m=2, batch=1)
     names = [name for name, _ in model.named_parameters()]
     values = [p.detach().clone().requires_grad_() for p in model.parameters()]
 
@@ -279,7 +254,7 @@ def test_dropout_and_drop_path_act_only_in_training() -> None:
 
 @pytest.mark.slow
 def test_transformer_compiles_into_one_graph() -> None:
-    model = build(depth=1, latents=3, positions=tr.Lattice(periods=(24.0, None)), attention="linear")
+    model = build(depth=1, positions=tr.Lattice(periods=(24.0, None)), attention="linear")
     given = {name: x.float() for name, x in data().items()}
     mask = torch.tensor([[1, 1, 0, 1, 0, 1, 0], [1, 0, 0, 0, 1, 0, 0]]).bool()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -287,37 +262,29 @@ def test_transformer_compiles_into_one_graph() -> None:
 
 
 def test_transformer_checkpoints_and_builds_on_meta() -> None:
-    model = build(latents=3, encoding="mixed", positions=tr.Lattice(periods=(24.0, None)))
+    model = build(encoding="mixed", positions=tr.Lattice(periods=(24.0, None)))
     given = {name: x.float() for name, x in data().items()}
     mask = torch.tensor([[1, 1, 0, 1, 0, 1, 0], [1, 0, 0, 0, 1, 0, 0]]).bool()
-    again = build(latents=3, encoding="mixed", positions=tr.Lattice(periods=(24.0, None)), checkpoint_layers=True)
+    again = build(encoding="mixed", positions=tr.Lattice(periods=(24.0, None)), checkpoint_layers=True)
     again.load_state_dict(model.state_dict())
     for each in (model, again):
         each(**given, mask=mask).square().sum().backward()
-    assert torch.allclose(again.latent_positions.learned.grad, model.latent_positions.learned.grad, atol=1e-6)
+    gradients, expected = ({name: p.grad for name, p in each.named_parameters()} for each in (again, model))
+    assert all(torch.allclose(gradients[name], expected[name], atol=1e-6) for name in expected)
     with torch.device("meta"):
-        empty = build(latents=3, encoding="liere:8", layer_scale=0.1)
+        empty = build(encoding="liere:8", layer_scale=0.1)
     empty.to_empty(device="cpu").reset_parameters()
     assert empty(**given).isfinite().all()
 
 
 def test_bfloat16_models_keep_float32_rotations() -> None:
-    model = build(encoding="liere:8", latents=3).to(torch.bfloat16)
+    model = build(encoding="liere:8").to(torch.bfloat16)
     given = {name: x.float() if "positions" in name else x.bfloat16() for name, x in data().items()}
     assert model(**given).dtype == torch.bfloat16
     seen = []
     model.encodings[0].register_forward_hook(lambda *call: seen.append(call[-1].dtype))
     model(**given)
     assert set(seen) == {torch.float32}
-
-
-def test_cast_does_not_round_learned_positions_of_latents() -> None:
-    model = build(latents=3, input_size=224.0)
-    before = model.latent_positions.learned.clone()
-    model = model.bfloat16()
-    assert torch.equal(model.latent_positions.learned, before)
-    given = {name: x.float() if "positions" in name else x.bfloat16() for name, x in data().items()}
-    assert model(**given).dtype == torch.bfloat16
 
 
 def test_features_are_the_input_of_the_head() -> None:
@@ -329,10 +296,10 @@ def test_features_are_the_input_of_the_head() -> None:
     assert [tuple(x.shape) for x in model(samples, [torch.rand(2, 1), torch.rand(3, 1)])] == [(2, 16), (3, 16)]
 
 
-def test_no_weight_decay_names_latents_and_encodings() -> None:
-    model = build(latents=3, encoding="sinusoidal+mixed")
+def test_no_weight_decay_names_encodings() -> None:
+    model = build(encoding="sinusoidal+mixed")
     spared = model.no_weight_decay()
-    assert {"latents", "latent_positions.learned", "encodings.0.frequencies"} <= spared
+    assert "encodings.0.frequencies" in spared
     assert not [name for name in spared if name.startswith(("layers", "embed", "head"))]
 
 
@@ -360,8 +327,6 @@ X, P = torch.zeros(2, 2, 5), torch.zeros(2, 2, 2)
         (lambda: plain(positions=tr.Lattice(unit=(1.0,))), r"unit must be one number or one per axis \(2\), got 1"),
         (lambda: plain(input_size=-1.0), "input_size must be above 0 and finite, got -1.0"),
         (lambda: plain(positions=tr.Lattice(periods=(24.0,))), r"periods must be one per axis \(2\)"),
-        (lambda: plain(latents=-1), "latents must be 0 or more, got -1"),
-        (lambda: plain(latents=torch.zeros(3, 1)), r"or finite positions \(latents, 2\), got a tensor \(3, 1\)"),
         (lambda: plain()(X[..., :4], P), r"tokens must be \(batch, n, 5\), got \(2, 2, 4\)"),
         (lambda: plain()(X, P[..., :1]), r"must be \(2, 2, 2\) or \(2, 2\), got \(2, 2, 1\)"),
         (lambda: plain()(X, P, mask=torch.ones(2, 2)), r"must be boolean \(2, 2\), got torch.float32 \(2, 2\)"),
@@ -402,10 +367,9 @@ def test_bad_input_raises_one_line_errors(call: Callable[[], object], message: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["reader", "linear"])
-def test_memory_of_100000_tokens_is_a_few_hundred_megabytes(kind: str) -> None:
+def test_memory_of_100000_tokens_is_a_few_hundred_megabytes() -> None:
     model = tr.Transformer(
-        6, num_axes=3, num_outputs=4, dim=32, depth=2, num_heads=2, **{**KINDS[kind], "checkpoint_layers": True}
+        6, num_axes=3, num_outputs=4, dim=32, depth=2, num_heads=2, attention="linear", checkpoint_layers=True
     )
 
     def step(n: int) -> None:

@@ -311,7 +311,7 @@ def test_folds_and_tuning_of_a_source(package: Path, name: str) -> None:
         ("own_data.waves:integer_tokens", r".float tokens .n, channels., positions .n, axes., label., got torch.int64"),
         ("own_data.waves:walks --data.far 1e9", r"along u must be within 1,048,576 units of 0 .subtract an origin."),
         ("own_data.waves:walks --data.augment.flip true", "--data.augment.flip is for digits"),
-        ("own_data.waves:walks --model.backbone vit --model.latents 0", "--model.backbone must be transformer"),
+        ("own_data.waves:walks --model.backbone vit", "--model.backbone must be transformer"),
         ("own_data.waves:walks --data.scale 1,2,3", "--data.scale must be one number or one for each of 2 axes"),
         ("own_data.waves:ragged --epochs 1", r"must have inputs of one shape, \(1, 4\), got \(1, 5\)"),
         ("own_data.waves:waves --data.lenth 3", "no option --data.lenth; did you mean '--data.length'"),

@@ -29,7 +29,7 @@ LEARNED, SINUSOIDAL = (f"--encodings={vectors},mixed,liere:8,comrope-ld" for vec
 SETTINGS = {
     "digits": [LEARNED, "--data.train_size=120", "--data.val_size=60", "--model.patch_size=[2]"],
     "motion": [LEARNED, "--data.train_size=120", "--data.val_size=60"],
-    "points": [SINUSOIDAL, "--model.latents=0"],
+    "points": [SINUSOIDAL],
     "segments": [LEARNED, "--data.size=32", "--model.patch_size=[8]"],
 }
 FILES = {"points": points, "segments": segments}

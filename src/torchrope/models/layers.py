@@ -72,7 +72,7 @@ class Backbone(nn.Module):
         Args:
             coarse: Whether to group by stages, if the model has any, instead of layers.
         """
-        stem, layers = r"^(?:embed|absolute|position_map|prefix_tokens|latent)", r"(?:layers|encodings|biases)\.(\d+)\."
+        stem, layers = r"^(?:embed|absolute|position_map|prefix_tokens)", r"(?:layers|encodings|biases)\.(\d+)\."
         if not hasattr(self, "stages"):
             return {"stem": stem, "layers": rf"^{layers}"}
         of_stages = [(rf"^stages\.(\d+)\.{layers}", None), (r"^stages\.(\d+)\.merge\.", (0,))]

@@ -17,7 +17,7 @@ from torchrope.linear_attention import LinearAttention
 from torchrope.models.layers import Backbone, Layer, drop_path_rates, initialize, resolve, run_layer
 from torchrope.positions import PerAxis, Periods, check_periods, pack, positive, rescale
 from torchrope.rotations import Rotation
-from torchrope.tensors import Float32Module, can_read
+from torchrope.tensors import can_read
 
 
 class OtherInputs(TypedDict):
@@ -45,15 +45,13 @@ class Transformer(Backbone):
     Positions are any floats: irregular, repeated, unordered. Outputs are equivariant to permutations of tokens. If the
     encoding is relative, outputs are invariant to a translation of all positions of a sample and its context.
 
-    With a context, each layer is followed by a cross-attention layer to it. With latents, the cost is linear in the
-    number of tokens: the latents attend to the tokens once, then to one another; for an output per token, tokens attend
-    to the latents in the last layer. Attention "linear" has linear cost without latents.
+    With a context, each layer is followed by a cross-attention layer to it.
 
     Args:
         in_channels: Channels of the input tokens.
         num_axes: Axes of a position, N.
         num_outputs: Channels of an output, such as classes; 0 returns features.
-        output: "set" returns one output per sample, from the mean of its tokens (or latents); "tokens" one per token.
+        output: "set" returns one output per sample, from the mean of its tokens; "tokens" one per token.
         dim: Channels of a token inside the model.
         depth: Layers.
         num_heads: Attention heads.
@@ -70,8 +68,6 @@ class Transformer(Backbone):
             (`Encoding.lattice`), without an input size 1 and 0.
         input_size: Length of the training data along each axis, in the unit of the data, one number or one per axis.
         attention: "softmax", or "linear" for `LinearAttention`, at a cost linear in the number of tokens.
-        latents: Number of learned latents, at learned positions relative to the mean position of each sample (along
-            periodic axes, relative to 0); or their fixed positions `(latents, axes)`, in the unit of the data. 0: none.
         context_dim: Channels of the context tokens for cross-attention, whose positions have the same axes; None: no
             context.
         qkv_bias: Whether queries, keys and values have a bias.
@@ -88,8 +84,8 @@ class Transformer(Backbone):
             attention_dropout; arguments for which the encoding raises.
 
     References:
-        Vaswani et al., Attention Is All You Need: self- and cross-attention layers. Jaegle et al., Perceiver IO,
-        section 3.1: latents. LieRE, section 7: inputs of tokens and positions.
+        Vaswani et al., Attention Is All You Need: self- and cross-attention layers. LieRE, section 7: inputs of
+        tokens and positions.
 
     Example:
         >>> model = Transformer(5, num_axes=3, num_outputs=10, dim=32, depth=2, num_heads=2, encoding="mixed")
@@ -115,7 +111,6 @@ class Transformer(Backbone):
         positions: Lattice | None = None,
         input_size: PerAxis | None = None,
         attention: Literal["softmax", "linear"] = "softmax",
-        latents: int | Tensor = 0,
         context_dim: int | None = None,
         qkv_bias: bool = True,
         dropout: float = 0.0,
@@ -138,9 +133,6 @@ class Transformer(Backbone):
             raise ValueError(f"attention must be 'softmax' or 'linear', got {attention!r}")
         if attention == "linear" and attention_dropout:
             raise ValueError(f"attention_dropout must be 0 for linear attention, got {attention_dropout}")
-        count = len(latents) if isinstance(latents, Tensor) else latents
-        if count < 0:
-            raise ValueError(f"latents must be 0 or more, got {count}")
         self.output = output
         self.checkpoint_layers = checkpoint_layers
 
@@ -150,9 +142,9 @@ class Transformer(Backbone):
         units = None if lattice.periods is None else _in_units(lattice.periods, self.unit)
         sizes = None if input_size is None else _sizes(positive("input_size", input_size, num_axes), self.unit)
         head = dict(num_heads=num_heads, head_dim=dim // num_heads)
-        self.schedule = _layer_inputs(depth, has_latents=count > 0, context=context_dim is not None, output=output)
+        self.keys = ("tokens",) * depth if context_dim is None else ("tokens", "context") * depth
         self.position_map, encodings = _encodings(
-            choice, 1 if share_layers else len(self.schedule), num_axes, head, replace(lattice, periods=units), sizes
+            choice, 1 if share_layers else len(self.keys), num_axes, head, replace(lattice, periods=units), sizes
         )
         self.encodings = nn.ModuleList(encodings)
         self.absolute_positions, self.absolute = _absolute(choice, num_axes, dim, units)
@@ -160,13 +152,7 @@ class Transformer(Backbone):
         self.embed = nn.Linear(in_channels, dim)
         self.embed_context = None if context_dim is None else nn.Linear(context_dim, dim)
         self.dropout = nn.Dropout(dropout)
-        self.latents = nn.Parameter(torch.empty(count, dim)) if count else None
-        self.given_latents = _given_positions(latents, num_axes) if isinstance(latents, Tensor) else None
-        learned = count and self.given_latents is None
-        self.latent_positions = LatentPositions(count, num_axes) if learned else None
-        self.latent_spread = sizes
-        self.centred = tuple(period is None for period in units or (None,) * num_axes)
-        rates = drop_path_rates(drop_path, len(self.schedule), "linear")
+        rates = drop_path_rates(drop_path, len(self.keys), "linear")
         linear = partial(LinearAttention, dim, num_heads, qkv_bias=qkv_bias, dropout=dropout)
         self.layers = nn.ModuleList(
             Layer(
@@ -181,36 +167,19 @@ class Transformer(Backbone):
                 activation=activation,
                 norm_eps=norm_eps,
                 attention=linear() if attention == "linear" else None,
-                cross=queries != keys,
+                cross=keys == "context",
             )
-            for rate, (queries, keys) in zip(rates, self.schedule, strict=True)
+            for rate, keys in zip(rates, self.keys, strict=True)
         )
         self.norm = nn.LayerNorm(dim, eps=norm_eps)
         self.head = nn.Linear(dim, num_outputs) if num_outputs else nn.Identity()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise as `ViT`: Xavier uniform weights, zero biases; encodings as in their papers.
-
-        Learned positions of latents are uniform over the extent of the data, or without an extent standard normal.
-        """
+        """Initialise as `ViT`: Xavier uniform weights, zero biases; encodings as in their papers."""
         for module in self.modules():
             initialize(module, "xavier")
         update_all_turns(self)
-        if self.latents is not None:
-            nn.init.trunc_normal_(self.latents, std=0.02, a=-0.04, b=0.04)
-        if self.latent_positions is not None:
-            with torch.no_grad():
-                if self.latent_spread is None:
-                    self.latent_positions.learned.normal_()
-                else:
-                    for along, size in zip(self.latent_positions.learned.unbind(-1), self.latent_spread, strict=True):
-                        along.uniform_(-size / 2, size / 2)
-
-    def no_weight_decay(self) -> set[str]:
-        """Return names of parameters exempt from weight decay: also positions of latents."""
-        latents = set() if self.latent_positions is None else {"latent_positions.learned"}
-        return super().no_weight_decay() | latents
 
     def forward(
         self,
@@ -276,29 +245,27 @@ class Transformer(Backbone):
                 rule = "tokens and context must both be tensors or lists of as many samples"
                 raise ValueError(f"{rule}, got {sets['tokens'].batch} and {other.batch} samples")
             sets["context"] = other
-        if self.latents is not None:
-            sets["latents"] = self._latents(self.latents, sets["tokens"])
         return self._through_layers(sets)
 
     def _through_layers(self, sets: "dict[str, TokenSet]") -> "TokenSet":
         rotations: dict[tuple[int, str], Rotation] = {}  # rotations shared by layers are computed once
-        for index, (layer, (queries, keys)) in enumerate(zip(self.layers, self.schedule, strict=True)):
+        for index, (layer, keys) in enumerate(zip(self.layers, self.keys, strict=True)):
             encoding = index % len(self.encodings)
-            for name in (queries, keys):
+            for name in ("tokens", keys):
                 if (encoding, name) not in rotations:
                     rotation = self.encodings[encoding](self.position_map.at(sets[name].positions))
                     if len(self.encodings) < len(self.layers):  # several layers share it
                         rotation = rotation.tabulated()
                     rotations[encoding, name] = rotation
-            query_set, key_set = sets[queries], sets[keys]
-            inputs = query_set.tokens, rotations[encoding, queries], key_set.key_mask, query_set.lengths
+            query_set, key_set = sets["tokens"], sets[keys]
+            inputs = query_set.tokens, rotations[encoding, "tokens"], key_set.key_mask, query_set.lengths
             cross: dict[str, Any] = {}
-            if queries != keys:
+            if keys == "context":
                 key_rotation = rotations[encoding, keys]
                 cross = dict(context=key_set.tokens, key_rotation=key_rotation, key_lengths=key_set.lengths)
             tokens = run_layer(layer, *inputs, **cross, checkpointed=self.checkpoint_layers)
-            sets[queries] = replace(query_set, tokens=tokens)
-        last = sets[self.schedule[-1][0]]
+            sets["tokens"] = replace(query_set, tokens=tokens)
+        last = sets["tokens"]
         return replace(last, tokens=self.norm(last.tokens))
 
     def _embedded(
@@ -312,30 +279,10 @@ class Transformer(Backbone):
         """Embed tokens for the first layer; convert positions to units."""
         checked = _as_set(name, x, positions, mask, embed.in_features, len(self.unit))
         units = rescale(checked.positions, [1 / length for length in self.unit])
-        return replace(checked, tokens=self.dropout(self._with_absolute(embed(checked.tokens), units)), positions=units)
-
-    def _with_absolute(self, tokens: Tensor, units: Tensor) -> Tensor:
-        """Add the absolute encoding of the positions to tokens, if there is one."""
-        return tokens if self.absolute is None else tokens + self.absolute.at(self.absolute_positions.at(units))
-
-    def _latents(self, latents: Tensor, tokens: "TokenSet") -> "TokenSet":
-        """Build the latents of each sample, around the mean of its valid positions or at the given positions."""
-        if self.latent_positions is not None:
-            centre = tokens.mean(tokens.positions if tokens.positions.ndim == 3 else tokens.positions.unsqueeze(0))
-            along = [
-                mean if centred else torch.zeros_like(mean)
-                for mean, centred in zip(centre.unbind(-1), self.centred, strict=True)
-            ]
-            centre = torch.stack(along, dim=-1).unsqueeze(-2)
-            units = centre + self.latent_positions.learned  # (batch or 1, latents, axes)
-        else:
-            given = torch.tensor(self.given_latents, dtype=tokens.positions.dtype, device=tokens.positions.device)
-            units = rescale(given, [1 / length for length in self.unit]).unsqueeze(0)
-        vectors = self._with_absolute(latents, units).expand(tokens.batch, -1, -1)  # (batch, latents, dim)
-        if tokens.lengths is None:
-            return TokenSet(vectors, units)
-        together = units.expand(tokens.batch, -1, -1).flatten(0, 1)
-        return TokenSet(vectors.reshape(1, -1, vectors.shape[-1]), together, lengths=(len(latents),) * tokens.batch)
+        tokens = embed(checked.tokens)
+        if self.absolute is not None:
+            tokens = tokens + self.absolute.at(self.absolute_positions.at(units))
+        return replace(checked, tokens=self.dropout(tokens), positions=units)
 
 
 @dataclass(frozen=True, eq=False)
@@ -453,15 +400,6 @@ def _require_finite(name: str, x: Tensor, valid: Tensor | None) -> None:
         raise ValueError(f"{name} must be finite, got NaN or infinity in {bad} of {total} valid tokens; {hint}")
 
 
-def _layer_inputs(depth: int, *, has_latents: bool, context: bool, output: str) -> tuple[tuple[str, str], ...]:
-    """Return the names of the sets of queries and keys of each layer."""
-    main = "latents" if has_latents else "tokens"
-    layer = ((main, main), (main, "context")) if context else ((main, main),)
-    first = (("latents", "tokens"),) if has_latents else ()
-    last = (("tokens", "latents"),) if has_latents and output == "tokens" else ()
-    return (*first, *(layer * depth), *last)
-
-
 def _of_points(positions: Lattice | None) -> Lattice:
     """Return the settings of positions, and check that points have these settings."""
     lattice = positions or Lattice()
@@ -508,18 +446,6 @@ def _absolute(choice: Choice, num_axes: int, dim: int, periods: Periods | None) 
     return position_map, built
 
 
-class LatentPositions(Float32Module):
-    """Learned positions of latents, which casts of the model do not round.
-
-    Attributes:
-        learned: `(count, num_axes)`, in units of position.
-    """
-
-    def __init__(self, count: int, num_axes: int) -> None:
-        super().__init__()
-        self.learned = nn.Parameter(torch.empty(count, num_axes))
-
-
 def _in_units(periods: Periods, units: tuple[float, ...]) -> Periods | None:
     check_periods(periods, len(units))
     scaled = tuple(None if period is None else period / unit for period, unit in zip(periods, units, strict=True))
@@ -529,11 +455,3 @@ def _in_units(periods: Periods, units: tuple[float, ...]) -> Periods | None:
 def _sizes(extent: tuple[float, ...], units: tuple[float, ...]) -> tuple[int, ...]:
     """Return the extent of the training data along each axis in units, rounded, at least 1."""
     return tuple(max(round(length / unit), 1) for length, unit in zip(extent, units, strict=True))
-
-
-def _given_positions(latents: Tensor, num_axes: int) -> list[list[float]]:
-    """Convert positions of latents to Python floats, which casts of the model do not round."""
-    if latents.ndim != 2 or latents.shape[1] != num_axes or not len(latents) or not latents.isfinite().all():
-        rule = f"latents must be a number, or finite positions (latents, {num_axes})"
-        raise ValueError(f"{rule}, got a tensor {tuple(latents.shape)}")
-    return latents.double().tolist()

@@ -41,7 +41,7 @@ _READ_BY = {
     **dict.fromkeys(("num_registers", "jitter", "unit_mm", "weight_init", "embedding_norm"), ("vit",)),
     **dict.fromkeys(("depths", "stage_heads"), ("swin",)),
     **dict.fromkeys(("patch_size", "spacing", "origin", "input_size", "drop_path_schedule"), ("vit", "swin")),
-    **dict.fromkeys(("latents", "attention"), ("transformer",)),
+    **dict.fromkeys(("attention",), ("transformer",)),
 }
 """Settings that only some backbones have, and those backbones."""
 
@@ -103,8 +103,6 @@ class ModelConfig(Settings):
         unit_mm: Place the patches of each volume by its own voxel spacing in mm, instead of on one lattice for all, at
             origin + spacing · index · patch · voxel / unit_mm: if patches are unit_mm apart, positions equal those of a
             model without this setting.
-        latents: Number of learned latents that cross-attend to the tokens of a Transformer, at a cost linear in it;
-            self-attention is then between the latents. 0: self-attention between the tokens.
         attention: Attention of a Transformer: "softmax", or "linear" (RoFormer, section 3.3), at a cost linear in the
             number of tokens.
         checkpoint_layers: Activation checkpointing: keep only the input of each layer, and compute the layer again for
@@ -147,7 +145,6 @@ class ModelConfig(Settings):
     input_size: list[int] | None = None
     jitter: NonNegativeFloat = 0.0
     unit_mm: PositiveFloat | None = None
-    latents: NonNegativeInt = 0
     attention: Literal["softmax", "linear"] = "softmax"
     checkpoint_layers: bool = False
 
