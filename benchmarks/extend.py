@@ -5,11 +5,12 @@
 A small ViT of timm with axial RoPE and no position table learns the radicals of characters at 32 pixels per side, and
 is evaluated at 64, where the same characters are drawn again from their strokes: as it is, and copied by each method of
 `extend`, without further training. Several seeds, the same held-out characters. Then docs/use-it-in-your-model.md gets
-the table. It needs the extras `kanji`, `lab` and `integrations`.
+the table. It needs kanjivg, the laboratory and the extra `integrations`.
 """
 
 import argparse
 import json
+import runpy
 import shlex
 import sys
 import time
@@ -24,13 +25,11 @@ from markers import insert_between_markers
 from suite_results import VERSION, Source
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import TensorDataset
 
 import torchrope as tr
 from torchrope.files import write_whole
 from torchrope_lab.conclusion import Interval
-from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import KanjiConfig
-from torchrope_lab.data.tensors import TensorSet
 from torchrope_lab.provenance import provenance
 from torchrope_lab.statistics import accuracy_interval, differences
 
@@ -96,13 +95,13 @@ class Results:
 def measure(plan: Plan, command: str) -> Results:
     """Train each seed and evaluate it at every size, and print each result."""
     torch.set_num_threads(plan.threads)
-    data = make_data(KanjiConfig(size=plan.size))
-    train, small = data.datasets()
-    _, large = data.at_size(plan.factor * plan.size).datasets()
+    radicals = runpy.run_path(str(ROOT / "examples/sources.py"))["radicals"]
+    data = radicals(plan.size)
+    train, small, large = data["train"], data["val"], radicals(plan.factor * plan.size)["val"]
     begun = time.perf_counter()
     right: dict[str, list[Tensor]] = {}
     for seed in range(plan.seeds):
-        model = trained(plan, train, len(data.classes), seed)
+        model = trained(plan, train, len(data["classes"]), seed)
         for method, correct in evaluated(model, plan, small, large).items():
             right.setdefault(method, []).append(correct)
             print(f"seed {seed}  {method:<14}{correct.float().mean():.1%}", flush=True)
@@ -110,10 +109,10 @@ def measure(plan: Plan, command: str) -> Results:
     source = Source(
         command=command, date=date.today().isoformat(), threads=plan.threads, **provenance(("torch", "timm", "kanjivg"))
     )
-    return Results(VERSION, plan, len(small), len(data.classes), round(seconds), rows(right), source)
+    return Results(VERSION, plan, len(small), len(data["classes"]), round(seconds), rows(right), source)
 
 
-def trained(plan: Plan, data: TensorSet, classes: int, seed: int) -> nn.Module:
+def trained(plan: Plan, data: TensorDataset, classes: int, seed: int) -> nn.Module:
     """Train a model with AdamW and a one-cycle learning rate."""
     torch.manual_seed(seed)
     model: nn.Module = timm.create_model(
@@ -134,7 +133,7 @@ def trained(plan: Plan, data: TensorSet, classes: int, seed: int) -> nn.Module:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, plan.lr, total_steps=steps, pct_start=1 / 6)
     for _ in range(plan.epochs):
         for chosen in torch.randperm(len(data)).split(plan.batch_size):
-            inputs, labels = data.__getitems__(chosen.tolist())
+            inputs, labels = data[chosen]
             loss = functional.cross_entropy(model(inputs), labels)
             optimiser.zero_grad()
             loss.backward()
@@ -143,15 +142,15 @@ def trained(plan: Plan, data: TensorSet, classes: int, seed: int) -> nn.Module:
     return model.eval()
 
 
-def evaluated(model: nn.Module, plan: Plan, small: TensorSet, large: TensorSet) -> dict[str, Tensor]:
+def evaluated(model: nn.Module, plan: Plan, small: TensorDataset, large: TensorDataset) -> dict[str, Tensor]:
     """Evaluate every method; return correct answers `(examples,)` by method."""
     ways = {TRAINED: correct(model, small), AS_IT_IS: correct(model, large)}
     return ways | {method: correct(tr.extend(model, plan.factor, method=method), large) for method in METHODS}
 
 
 @torch.no_grad()
-def correct(model: nn.Module, data: TensorSet) -> Tensor:
-    parts = [data.__getitems__(chosen.tolist()) for chosen in torch.arange(len(data)).split(128)]
+def correct(model: nn.Module, data: TensorDataset) -> Tensor:
+    parts = [data[chosen] for chosen in torch.arange(len(data)).split(128)]
     return torch.cat([model(inputs).argmax(dim=-1) == labels for inputs, labels in parts])
 
 

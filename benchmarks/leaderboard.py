@@ -37,9 +37,11 @@ ENCODINGS = ("none", "learned", "axial", "golden", "mixed", "string", "comrope-l
 SETS = {
     "digits": "--data digits --data.train_size 1000 --epochs 15",
     "motion": "--data motion --data.train_size 1200 --epochs 10",
-    "kanji-radical": "--data kanji --epochs 8",
-    "kanji-strokes": "--data kanji-strokes --epochs 8",
-    "kanji-layout": "--data kanji --data.task layout --data.train_size 2400 --epochs 8",
+    "kanji-radical": "--data examples/sources.py:radicals --model.patch_size 4 --epochs 8",
+    "kanji-strokes": "--data examples/sources.py:strokes --data.size 48 --data.batch_size 64 --data.augment.shift 0.5 "
+    "--data.augment.drop_points 0 --model.dim 72 --model.depth 3 --model.num_heads 3 --model.mlp_dim 144 "
+    "--model.share_layers true --optim.lr 2e-3 --optim.warmup_epochs 2 --epochs 8",
+    "kanji-layout": "--data examples/sources.py:layouts --data.train_size 2400 --model.patch_size 4 --epochs 8",
 }
 """Options of `torchrope compare` for data, model and schedule; epochs are those to begin with. head_dim is 16, 24 for
 three axes, so that every family fits, blocks of 8 included."""

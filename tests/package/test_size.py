@@ -17,13 +17,13 @@ LINES = {
     "src/torchrope": 22102,
     "src/torchrope/ops": 6740,
     "src/torchrope/integrations": 6130,
-    "lab/src": 29330,
+    "lab/src": 28712,
     "tests": 23854,
-    "lab/tests": 23932,
+    "lab/tests": 23757,
     "benchmarks": 4500,
     "examples": 1000,
 }
-WORDS = 29218
+WORDS = 29077
 NAMES = 47
 
 

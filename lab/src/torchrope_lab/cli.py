@@ -43,8 +43,6 @@ first steps:
   torchrope compare --data motion                      moving digits: time, height, width
   torchrope compare --data images --data.root DIR      your own images, one folder per class
   torchrope compare --data videos --data.root DIR      your own videos; volumes: DICOM or NIfTI (docs/data.md)
-  torchrope compare --data kanji                       kanji, rendered from their strokes at any size
-  torchrope compare --data kanji-strokes               the same as points (t, x, y) along their strokes
   torchrope compare --data points --data.root DIR      your own sets of points; series: time series (docs/data.md)
   torchrope study dense                                segmentation and detection, on scenes of handwritten digits
   torchrope compare --recipe liere-cifar100-vit-b      training settings of a paper; torchrope recipes lists them
@@ -93,7 +91,7 @@ Measure a trained model on its validation data and print a table: accuracy, also
 patches; mIoU for semantic segmentation; AP for object detection. For a run, FOLDER/evaluation.json is written too.
 --crop, --scales and --flip are for semantic segmentation; --sizes, --window-size and --positions for classification.
 
-At another input size, images and videos in files are read again at that size, kanji are rendered again, and other data
+At another input size, images and videos in files are read again at that size, and other data
 are resampled from the training size; the column "inputs" says which: read, drawn or resampled.
 
 The file of a published checkpoint, in a format that torchrope.load_published reads, needs --data:

@@ -1,10 +1,10 @@
-"""User-defined objects by name, as "mypackage.module:Object": encodings, sources of data and studies.
+"""User-defined objects by name, as "mypackage.module:Object" or "path/file.py:Object": encodings, sources and studies.
 
 Importing a module runs its code. `load_module` imports what a command line names or allows; `find_object` imports
 nothing and only looks into loaded modules, so that a stored configuration cannot run code.
 """
 
-import importlib
+import importlib.util
 import os
 import pkgutil
 import re
@@ -16,16 +16,16 @@ from typing import Any
 
 from torchrope_lab.spelling import closest, suggestion
 
-NAME = re.compile(r"(?!(?:hf|webdataset):)((?:[^\W\d]\w*\.)*[^\W\d]\w*):([^\W\d][\w-]*)")
+NAME = re.compile(r"(?!(?:hf|webdataset):)([^:]+\.py|(?:[^\W\d]\w*\.)*[^\W\d]\w*):([^\W\d][\w-]*)")
 
 
 def load_module(name: str, allow: Sequence[str] | None = None) -> None:
     """Import the module of a user-defined object; the working directory is searched last.
 
     Args:
-        name: "mypackage.module:Object", otherwise nothing is imported.
-        allow: Modules and packages that may be imported; others are skipped. None, for names that the user typed,
-            allows all.
+        name: "mypackage.module:Object" or "path/file.py:Object", otherwise nothing is imported.
+        allow: Modules, packages and files that may be imported; others are skipped. None, for names that the user
+            typed, allows all.
 
     Raises:
         ValueError: the module cannot be imported.
@@ -35,7 +35,7 @@ def load_module(name: str, allow: Sequence[str] | None = None) -> None:
     allowed = allow is None or any(
         module == package or module.startswith(f"{package}.") for package in allow if package
     )
-    if not module or module in sys.modules or not allowed:
+    if not module or _key(module) in sys.modules or not allowed:
         return
     here = os.getcwd()
     added = here not in sys.path
@@ -43,7 +43,7 @@ def load_module(name: str, allow: Sequence[str] | None = None) -> None:
         sys.path.append(here)
     try:
         importlib.invalidate_caches()
-        importlib.import_module(module)
+        _run_file(module) if module.endswith(".py") else importlib.import_module(module)
     except Exception as error:  # user code may raise anything
         rule = f"user-defined names must be in a module that can be imported, got {module}"
         raise ValueError(f"{rule}: {_describe_error(error)}{_near_module(module, error)}") from error
@@ -59,9 +59,9 @@ def loaded_module(name: str) -> ModuleType:
         ValueError: it is not loaded.
     """
     module = name.partition(":")[0]
-    if module not in sys.modules:
+    if _key(module) not in sys.modules:
         raise ValueError(f"{name!r} is imported only if the command line names it: add --allow {module}")
-    return sys.modules[module]
+    return sys.modules[_key(module)]
 
 
 def find_object(name: str, what: str, suitable: Callable[[Any], bool]) -> Any:
@@ -81,6 +81,24 @@ def find_object(name: str, what: str, suitable: Callable[[Any], bool]) -> Any:
         near = near_name(attribute, (key for key, value in objects.items() if suitable(value)))
         raise ValueError(f"{module} has no {what} {attribute}{near}")
     return objects[attribute]
+
+
+def _key(module: str) -> str:
+    """Return a module's name in sys.modules; that of a file has no dots, so that pickle finds its objects by name."""
+    return re.sub(r"\W", "_", module) if module.endswith(".py") else module
+
+
+def _run_file(path: str) -> None:
+    """Import a file by its path."""
+    spec = importlib.util.spec_from_file_location(_key(path), path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
 
 
 def near_name(name: str, known: Iterable[str]) -> str:

@@ -98,7 +98,8 @@ def parse(
     typed = list(_pairs(arguments))
     allowed = [value for option, value in typed if option == "--allow" and value]
     allow = [name for value in allowed for name in as_list(value, str)]
-    set_parsing_settings(import_path_denylist=["*", *_LOADERS], import_path_allowlist=[*_ALLOWED, *allow])
+    modules = [name for name in allow if not name.endswith(".py")]  # jsonargparse imports no files
+    set_parsing_settings(import_path_denylist=["*", *_LOADERS], import_path_allowlist=[*_ALLOWED, *modules])
     given = given_settings(arguments, config)
     data, named = (given[name].value if name in given else None for name in ("data.name", "recipe"))
     source = named or (data if data in recipes.names() else "digits")

@@ -108,7 +108,8 @@ def whole(dataset) -> tuple[torch.Tensor, torch.Tensor]:
     [
         (
             {"name": "birds"},
-            f"--data must be one of {', '.join(DATA_NAMES)}, hf:NAME, webdataset:FOLDER, or mypackage.module:source, "
+            f"--data must be one of {', '.join(DATA_NAMES)}, hf:NAME, webdataset:FOLDER, mypackage.module:source "
+            "or FILE.py:source, "
             r"got 'birds'; did you mean 'videos'\?",
         ),
         (

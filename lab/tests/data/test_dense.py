@@ -360,7 +360,7 @@ def test_crop_keeps_smaller_images_whole():
             {"scale_jitter": (0.5, 2)},
             r"--data.augment.scale_jitter is for scenes, coco, ade20k, segments, got --data digits",
         ),
-        ("coco", {"mixup": 0.8}, r"--data.augment.mixup is for digits, .*, kanji, got --data coco"),
+        ("coco", {"mixup": 0.8}, r"--data.augment.mixup is for digits, .*, rsna, got --data coco"),
         ("scenes", {"cutmix": 1.0}, "augment.cutmix is for digits"),
         (
             "scenes",
@@ -371,7 +371,7 @@ def test_crop_keeps_smaller_images_whole():
         (
             "segments",
             {"crop_scale": (0.5, 1)},
-            "--data.augment.crop_scale is for .*, kanji, got --data segments",
+            "--data.augment.crop_scale is for .*, ucf101, got --data segments",
         ),
         (
             "coco",

@@ -1,4 +1,4 @@
-"""Tokens at any positions: files of points, time series and strokes, what is missing, and how batches are made."""
+"""Tokens at any positions: files of points and time series, what is missing, and how batches are made."""
 
 import io
 import re
@@ -12,12 +12,10 @@ import torch
 from miniatures import csv_text, npz_content, ply_content, point_columns, points, series, ts_text, waves, write
 from torch import Tensor
 
-from torchrope_lab.data import strokes
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import AugmentConfig, data_config
 from torchrope_lab.data.draws import Draws
 from torchrope_lab.data.faults import find_faults
-from torchrope_lab.data.strokes import KanjiStrokes, curves, points_along
 from torchrope_lab.data.tables import read_series, read_table
 from torchrope_lab.data.tokens import Cloud, CloudSet, RotationPlane, augment_points, measure_tokens, normal
 from torchrope_lab.data.transforms import shuffle_positions
@@ -514,65 +512,6 @@ def test_parts_of_series_must_fit(tmp_path: Path, train: list, test: list, messa
     )
     with pytest.raises(ValueError, match=message):
         load("series", tmp_path)
-
-
-# Strokes
-
-
-def test_points_follow_a_stroke_and_time_goes_on_between_strokes() -> None:
-    line, other = "M0,0C10,0,20,0,30,0", "M30,40c0,5,0,10,0,20"
-    places, directions = points_along((line, other), 10.0)
-    np.testing.assert_allclose(places[:4], [[0, 0, 0], [10, 10, 0], [20, 20, 0], [30, 30, 0]], atol=0.3)
-    np.testing.assert_allclose(places[4:], [[70, 30, 40], [80, 30, 50], [90, 30, 60]], atol=0.3)
-    np.testing.assert_allclose(directions[:4], [[1, 0]] * 4, atol=1e-6)
-    np.testing.assert_allclose(directions[4:], [[0, 1]] * 3, atol=1e-6)
-
-
-def test_paths_are_those_of_svg() -> None:
-    assert curves("M1,2C3,4 5,6 7,8S9,10 11,12") == curves("m1,2c2,2,4,4,6,6s2,2,4,4")
-    (_, mirrored, *_) = curves("M0,0C1,1,2,3,4,4S9,9,10,10")[1]
-    assert mirrored == (6, 5)
-    assert curves("M0,0C1e1,.5-2-3,4,5")[0] == [(0, 0), (10, 0.5), (-2, -3), (4, 5)]
-    for path in ("", "M0,0", "M0,0L1,1", "M0,0C1,2,3", "C", "M,"):
-        with pytest.raises(ValueError, match="got") as error:
-            curves(path)
-        assert "\n" not in str(error.value)
-
-
-def test_stroke_of_no_length_is_two_points_without_direction() -> None:
-    places, directions = points_along(("M5,5c0,0,0,0,0,0",), 10.0)
-    assert places.tolist() == [[0, 5, 5]] * 2
-    assert directions.tolist() == [[0, 0]] * 2
-
-
-@pytest.mark.slow
-def test_characters_keep_their_variants_on_one_side() -> None:
-    data = KanjiStrokes(data_config("kanji-strokes", variants=True, train_size=300, val_size=100))
-    data.setup()
-    train, val = ({name[:5] for name, _ in part.samples} for part in data._made_datasets())
-    assert train.isdisjoint(val)
-    inputs, _ = next(iter(data.val_dataloader()))
-    there = ~inputs[..., 0].isnan()
-    assert 0 < there.sum() < there.numel(), "characters have as many points as they have"
-    t = inputs[..., 2][there]
-    assert t.min() == 0
-    assert inputs[..., 3:][there].max() <= strokes.CANVAS
-    raw = next(cloud for cloud in data._made_datasets()[0].clouds)
-    torch.testing.assert_close(raw.features.norm(dim=1), torch.ones(len(raw.features)))
-    assert (raw.positions[1:, 0] >= raw.positions[:-1, 0]).all()
-
-
-def test_kanji_strokes_without_the_package_are_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from importlib.metadata import PackageNotFoundError
-
-    from torchrope_lab.data import kanjivg
-
-    def missing(_: str) -> None:
-        raise PackageNotFoundError
-
-    monkeypatch.setattr(kanjivg, "distribution", missing)
-    with pytest.raises(ValueError, match=r"pip install kanjivg"):
-        make_data(data_config("kanji-strokes"))
 
 
 def visits(folder: Path, files: tuple[str, ...]) -> Path:

@@ -10,7 +10,6 @@ from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 from video_files import encode
 
-from torchrope_lab.data import kanjivg
 from torchrope_lab.data import shards as shards_module
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import data_config, with_crop_ratio
@@ -212,7 +211,7 @@ def test_comrope_transform_can_be_configured(root):
         ({"crop_ratio": 0.0}, r"--data.crop_ratio must be above 0 and at most 1, got 0.0"),
         ({"crop_ratio": 1.2}, r"--data.crop_ratio must be above 0 and at most 1, got 1.2"),
         ({"normalise": "vgg"}, "--data.normalise must be one of measured, imagenet, half, liere, got 'vgg'"),
-        ({"name": "kanji", "crop_ratio": 1.0}, r"--data.crop_ratio is for images, .*, ucf101, got --data kanji"),
+        ({"name": "digits", "crop_ratio": 1.0}, r"--data.crop_ratio is for images, .*, ucf101, got --data digits"),
     ],
 )
 def test_size_settings_reject_bad_values(values, message):
@@ -224,31 +223,3 @@ def test_crop_ratio_of_an_evaluation_names_the_option_that_was_typed() -> None:
     assert with_crop_ratio(data_config("images"), 0.5).crop_ratio == 0.5
     with pytest.raises(ValueError, match=r"^--crop-ratio is for images, .*, ucf101, got data set digits$"):
         with_crop_ratio(data_config("digits"), 0.5)
-
-
-@pytest.fixture
-def strokes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in KanjiVG's layout with 120 characters of one or two lines each."""
-    monkeypatch.setattr(kanjivg, "cache_folder", lambda: tmp_path / "cache")
-    names = 'xmlns="http://www.w3.org/2000/svg" xmlns:kvg="http://kanjivg.tagaini.net"'
-    for number in range(120):
-        lines = [f"M{5 + number % 60},{5 + 40 * line}h40" for line in range(1 + number % 2)]
-        paths = "".join(f'<path d="{line}"/>' for line in lines)
-        group = f'<g id="kvg:StrokePaths_{number}"><g kvg:element="x">{paths}</g></g>'
-        (tmp_path / f"{0x4E00 + number:05x}.svg").write_text(f"<svg {names}>{group}</svg>")
-    return tmp_path
-
-
-def test_kanji_crops_come_from_finer_drawings(strokes):
-    data = load("kanji", strokes, task="strokes", size=16)
-    larger = data.at_size(32)
-    val, drawn = data._made_datasets()[1], larger._made_datasets()[1]
-    first = data.characters[data._split[1][0]].strokes
-    assert (data.other_sizes, larger.input_size, larger.enlarged) == ("drawn", (32, 32), 0)
-    assert torch.equal(drawn.raw[0][0][0], kanjivg.draw(first, 32, 4.0))
-    assert (drawn.labels.tolist(), drawn.normalise) == (val.labels.tolist(), val.normalise)
-    cropped = load("kanji", strokes, task="strokes", size=16, augment={"resize_crop": 1.25})
-    train = cropped._made_datasets()[0]
-    finer = kanjivg.draw(cropped.characters[cropped._split[0][0]].strokes, 32, 4.0)[None]
-    windows = v2.functional.resize(finer, [20]).unfold(1, 16, 1).unfold(2, 16, 1)[0].flatten(0, 1)
-    assert (windows == train.raw[0][0]).flatten(1).all(1).any()

@@ -211,7 +211,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def forget() -> None:
     """As in a process that has imported none of it."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "own_data"]:
+    for name in [name for name in sys.modules if name.startswith("own_data")]:
         del sys.modules[name]
 
 
@@ -228,6 +228,26 @@ def test_pair_of_sets_is_batched_with_its_settings(package: Path) -> None:
     assert other.fingerprint != data.fingerprint == make_data(config).fingerprint
     run = RunConfig(data=config)
     assert read_config(json.loads(json.dumps(plain(run)))) == run
+
+
+@pytest.mark.slow
+def test_source_is_named_by_the_path_of_its_file(package: Path, tmp_path: Path) -> None:
+    (package / "waves.py").rename(package / "more-waves.py")
+    options = "--data.length=24 --model.patch_size=4 --epochs=1 --seeds=1 --encodings=none,axial --parallel=2"
+    assert (
+        main(["compare", "--data", "own_data/more-waves.py:waves", *options.split(), "--out", str(tmp_path / "out")])
+        == 0
+    )
+    assert len([*(tmp_path / "out/runs").glob("own_data-more-waves.py-waves-none-*")]) == 1
+
+
+def test_file_of_a_source_must_be_typed_or_allowed(package: Path) -> None:
+    with pytest.raises(ValueError, match=r"add --allow own_data/waves\.py$"):
+        data_config("own_data/waves.py:waves")
+    load_module("own_data/waves.py:waves", ["own_data"])
+    assert not (package / "imported").exists()
+    load_module("own_data/waves.py:waves", ["own_data/waves.py"])
+    assert data_config("own_data/waves.py:waves", length=8).length == 8
 
 
 def test_class_names_its_classes_and_axes(package: Path) -> None:

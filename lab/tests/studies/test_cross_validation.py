@@ -130,8 +130,8 @@ def test_fold_is_part_of_the_key() -> None:
         (["study", "shuffle", "--folds", "3"], "Shuffled patches does not support --data.folds, got 3"),
         (["study", "accuracy,shuffle", "--folds", "2"], "Shuffled patches does not support --data.folds, got 2"),
         (
-            ["study", "accuracy,pooling", "--data", "kanji-strokes"],
-            "Pooling needs patches on a lattice, got kanji-strokes, whose tokens are at any positions",
+            ["study", "accuracy,pooling", "--data", "points"],
+            "Pooling needs patches on a lattice, got points, whose tokens are at any positions",
         ),
         (
             ["study", "accuracy,dense", "--data", "digits"],

@@ -249,27 +249,3 @@ def test_adaptations_that_a_model_refuses_are_left_out_with_the_reason(tmp_path:
     assert list(here.left_out) == ["YaRN of mixed is left out: keys are normalised."]
     assert {*results[16, 16]} == {("mixed", ""), ("mixed", "NTK"), ("mixed", "interpolation")}
     assert {*results[8, 8]} == {("mixed", "")}
-
-
-@pytest.fixture(scope="module")
-def kanji(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    data = data_config("kanji", size=16, train_size=56, val_size=28)
-    here = lab(
-        tmp_path_factory.mktemp("kanji"),
-        "comrope-ld",
-        data=data,
-        model=ModelConfig(patch_size=[4], **SMALL),
-        sizes=[64],
-    )
-    return kept(resolution.find(here))
-
-
-@pytest.mark.slow
-def test_kanji_are_rendered_at_four_times_the_size(kanji: dict[str, Any], found: dict[str, Any]) -> None:
-    assert "64 × 64 (4 times the training size)" in kanji["answer"]
-    assert {row["scale"] for row in kanji["figures"][0]["rows"]} == {1, 4}
-    drawn = "Trained at 16 × 16; inputs are rendered at every size, so that larger ones have more detail."
-    assert kanji["tables"][0]["note"].startswith(drawn)
-    resampled = "Trained at 8 × 8; inputs of other sizes are resampled from it"
-    assert found["tables"][0]["note"].startswith(resampled)
-    assert "mixed sizes" in {row["what"] for row in kanji["figures"][1]["rows"]}

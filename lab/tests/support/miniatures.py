@@ -418,6 +418,4 @@ MINIATURES: dict[str, Callable[[Path], Path]] = {
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     **{name: {"frames": 2, "size": 16} for name in ("videos", "ucf101", "volumes", "rsna")},
-    "kanji": {"task": "layout", "size": 16},
-    "kanji-strokes": {"task": "layout"},
 }

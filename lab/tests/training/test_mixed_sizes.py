@@ -13,8 +13,6 @@ from torch.utils.data import Dataset
 from torchrope_lab.cli import main
 from torchrope_lab.data.config import data_config
 from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.data.kanji import Kanji
-from torchrope_lab.data.kanjivg import draw
 from torchrope_lab.data.mixed_sizes import Resampled
 from torchrope_lab.data.transforms import resize
 from torchrope_lab.studies.engine.runs import Run
@@ -142,38 +140,6 @@ def test_swin_trains_across_sizes(tmp_path: Path) -> None:
     module, seen = trained(config, tmp_path)
     assert {*seen.sides} == {*SIZES}
     assert all(parameter.isfinite().all() for parameter in module.parameters())
-
-
-@pytest.fixture(scope="module")
-def kanji() -> Kanji:
-    return data_of(kanji_run())
-
-
-def kanji_run(**augment: Any) -> RunConfig:
-    data = data_config("kanji", size=16, train_size=56, val_size=28, batch_size=14, augment=augment)
-    optim = OptimConfig(epochs=2, warmup_epochs=0, train_sizes=[12, 16, 20])
-    return RunConfig(encoding="mixed", data=data, model=replace(SMALL, patch_size=[4]), optim=optim)
-
-
-@pytest.mark.slow
-def test_kanji_are_rendered_at_the_size_of_the_step(kanji: Kanji, tmp_path: Path) -> None:
-    _, seen = trained(kanji_run(), tmp_path, kanji)
-    assert {*seen.sides} == {12, 16, 20}
-    train_set = kanji._made_datasets()[0]
-    for inputs in seen.inputs:
-        side = inputs.shape[-1]
-        drawn = [draw(kanji.characters[index].strokes, side, 4.0) for index in kanji._split[0].tolist()]
-        wanted = train_set.normalise(torch.stack(drawn)[:, None])
-        assert all((wanted == each).all(dim=(1, 2, 3)).any() for each in inputs)
-
-
-@pytest.mark.slow
-def test_kanji_crops_are_taken_from_finer_renderings(tmp_path: Path) -> None:
-    config = kanji_run(crop_scale=[0.5, 0.8])
-    data = data_of(config)
-    _, seen = trained(config, tmp_path, data)
-    assert {*seen.sides} == {12, 16, 20}
-    assert data.train_at((20, 20)).inputs.shape[-1] == 40
 
 
 def test_size_of_keeps_time_and_depth_and_the_ratio_of_other_axes() -> None:

@@ -193,7 +193,7 @@ class DataConfig(Settings):
     Attributes:
         name: Name of the data set, see docs/data.md.
         size: Pixels per side of an input, for "ade20k" and "segments" of a training crop, for "coco" of the shorter
-            side without `scale_jitter`; for "points", "series" and "kanji-strokes" the maximum number of points
+            side without `scale_jitter`; for "points" and "series" the maximum number of points
             per example: larger ones are subsampled, at random in every epoch, to the same points in every validation.
         train_size: Number of training examples, with classes as balanced as possible; by default all.
         val_size: Number of validation examples, chosen in the same way.
@@ -282,8 +282,7 @@ class RootConfig(DataConfig):
 
     Attributes:
         root: Folder of the files, see docs/data.md for the layout. Without it, "cifar10" and "cifar100" are
-            downloaded, and "kanji" and "kanji-strokes" use the package
-            kanjivg.
+            downloaded.
     """
 
     root: str | None = None
@@ -515,58 +514,6 @@ class SeriesConfig(TokensConfig, RootConfig):
     problem: str | None = None
 
 
-@dataclass
-class CharactersConfig(RootConfig):
-    """Settings of characters of KanjiVG.
-
-    Attributes:
-        variants: Include KanjiVG's variants of characters; all variants of a character are in the same part of the
-            split.
-    """
-
-    variants: bool = False
-
-
-@dataclass
-class CharacterTaskConfig(DataConfig):
-    """Settings of characters for classification.
-
-    Attributes:
-        task: Target: "radical", "layout" of the components, or number of "strokes".
-    """
-
-    task: Literal["radical", "layout", "strokes"] = "radical"
-
-
-@data_set("kanji-strokes", "strokes:KanjiStrokes", size=256)
-class KanjiStrokesConfig(TokensConfig, CharactersConfig, CharacterTaskConfig):
-    """Points along the strokes of characters, for classification.
-
-    Attributes:
-        spacing: Distance between points along a stroke, in KanjiVG units (a character is 109 wide); each stroke has
-            points at both ends.
-    """
-
-    spacing: Annotated[float, at_least(0.1)] = 16.0
-
-
-@dataclass
-class StrokesConfig(CharactersConfig, InMemoryConfig):
-    """Settings of characters rendered from their strokes.
-
-    Attributes:
-        stroke_width: Width of a stroke, in KanjiVG units (the image is 109 wide at every size).
-    """
-
-    stroke_width: PositiveFloat = 4.0
-
-
-@data_set("kanji", "kanji:Kanji", size=32)
-@augmented(*_CROPS)
-class KanjiConfig(StrokesConfig, CharacterTaskConfig):
-    """Characters rendered from their strokes, for classification."""
-
-
 @data_set("scenes", "scenes:Scenes", size=64)
 @augmented("flip", "scale_jitter")
 class ScenesConfig(InMemoryConfig):
@@ -744,7 +691,8 @@ def settings_of(name: str) -> type[DataConfig]:
         if not callable(source):
             raise ValueError(f"--data {name} must be a function or a class, got {type(source).__name__}")
         return _settings_of_source(name, source)
-    rule = f"--data must be one of {', '.join(DATA_NAMES)}, hf:NAME, webdataset:FOLDER, or mypackage.module:source"
+    others = "hf:NAME, webdataset:FOLDER, mypackage.module:source or FILE.py:source"
+    rule = f"--data must be one of {', '.join(DATA_NAMES)}, {others}"
     raise ValueError(f"{rule}, got {name!r}{suggestion(closest(name, DATA_NAMES))}")
 
 

@@ -103,7 +103,6 @@ class DataModule(pl.LightningDataModule, ABC):
         self._skipped: list[Fault] = []
         self._datasets: tuple[Dataset, Dataset] | None = None
         self._unfolded: tuple[Any, Any] | None = None
-        self._drawn: dict[Size, Dataset | None] = {}
         self._resident: dict[Size, InMemorySet] = {}
         self._kept: Loader | None = None
 
@@ -132,10 +131,6 @@ class DataModule(pl.LightningDataModule, ABC):
         """
         return None
 
-    def train_at(self, size: tuple[int, ...]) -> Dataset | None:
-        """Return the same training examples rendered at another size; None if they can only be resampled."""
-        return None
-
     def groups(self, train: Any, val: Any) -> Sequence[Hashable] | None:
         """Return what examples must have in common to be in the same fold, such as the patient; None for nothing.
 
@@ -158,7 +153,7 @@ class DataModule(pl.LightningDataModule, ABC):
             raise ValueError(f"{rule}, got --data {self.name}")
         self._unfolded = self._unfolded or self.datasets()
         if not all(hasattr(part, "with_examples") for part in self._unfolded):
-            rule = "--data.folds is for classification without random crops of drawn characters"
+            rule = "--data.folds is for classification"
             raise ValueError(f"{rule}, got --data {self.name}")
         labels = torch.tensor([label for part in self._unfolded for label in _labels_of(part)])
         assert self.config.folds is not None
@@ -171,7 +166,7 @@ class DataModule(pl.LightningDataModule, ABC):
         if not config.folds or replace(config, fold=self.config.fold) != self.config:
             return None
         other = copy(self)
-        other._drawn, other._resident, other._kept = {}, {}, None
+        other._resident, other._kept = {}, None
         other.config, other._datasets = config, None
         return other
 
@@ -304,18 +299,13 @@ class DataModule(pl.LightningDataModule, ABC):
         return [f"example {index}" if files is None else str(files[index][0]) for index in chosen]
 
     def _examples(self, size: Size, seed: int) -> Dataset:
-        """Return the augmented training examples of an epoch, rendered at a size, else resampled after augmentation."""
-        same = size == tuple(self.input_size)
-        if not same and size not in self._drawn:
-            # kept: a loader is made for every epoch
-            self._drawn[size] = None if self.config.folds else self.train_at(size)
-        drawn = None if same else self._drawn[size]
-        train = self._with_spacing(self._made_datasets()[0] if drawn is None else drawn)
+        """Return the augmented training examples of an epoch, resampled to a size."""
+        trained = tuple(self.input_size)
+        train = self._with_spacing(self._made_datasets()[0])
         if self.trainer is not None:
-            at = tuple(self.input_size) if drawn is None else size
-            train = self._on_device(train, at, self.trainer.strategy.root_device)
+            train = self._on_device(train, trained, self.trainer.strategy.root_device)
         examples = self._augmented(train, seed)
-        return examples if same or drawn is not None else Resampled(examples, size)
+        return examples if size == trained else Resampled(examples, size)
 
     def _size_of_batch(self, number: int, seed: int) -> Size:
         """Return the input size of a batch; all batches of one optimiser step have the same size."""

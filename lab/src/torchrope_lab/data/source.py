@@ -61,7 +61,7 @@ class SourceSet(Dataset):
 
 
 class UserData(DataModule):
-    """Base class of data that a user's function or class returns: `--data mypackage.module:source`.
+    """Base class of data that a user's function or class returns: `--data mypackage.module:source` or `FILE.py:source`.
 
     Called with its settings, it returns a pair (train, val), or both by name: a dict, or an object with attributes.
     Names of classes and axes, a title and a description are optional.
@@ -99,7 +99,7 @@ class UserData(DataModule):
     @property
     def slug(self) -> str:
         """Name used in result file names."""
-        return self.name.replace(":", "-")
+        return self.name.rpartition("/")[2].replace(".py:", ":").replace(":", "-")
 
     @cached_property
     def fingerprint(self) -> str:

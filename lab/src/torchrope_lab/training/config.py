@@ -51,7 +51,7 @@ class ModelConfig(Settings):
     """Architecture of the model: backbone, head and position encoding's settings.
 
     Attributes:
-        backbone: "vit" or "swin"; "transformer" for tokens at any positions ("points", "series", "kanji-strokes").
+        backbone: "vit" or "swin"; "transformer" for tokens at any positions ("points", "series").
         head: Head on the backbone: "classify"; "upernet" or "mask2former" for semantic segmentation; "dino" for object
             detection.
         size: "tiny" to "large": sizes of DeiT ("tiny": LieRE) or Swin; dim, depth, num_heads and mlp_dim override
@@ -233,8 +233,8 @@ class OptimConfig(Settings):
             of every device.
         train_sizes: Pixels per side, one of which is drawn for the inputs of every step (training across resolutions:
             Tian et al., ResFormer, arXiv:2212.00776); by default all steps have the data's size. Inputs are
-            rendered at that size if the data can be ("kanji"), else resampled after augmentation. The length along time
-            or depth does not change. Validation and cost measurements use the data's size.
+            resampled to that size after augmentation. The length along time or depth does not change. Validation and
+            cost measurements use the data's size.
     """
 
     epochs: PositiveInt = 15
