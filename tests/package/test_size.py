@@ -17,9 +17,9 @@ LINES = {
     "src/torchrope": 22102,
     "src/torchrope/ops": 6740,
     "src/torchrope/integrations": 6130,
-    "lab/src": 28712,
+    "lab/src": 28626,
     "tests": 23854,
-    "lab/tests": 23757,
+    "lab/tests": 23593,
     "benchmarks": 4500,
     "examples": 1000,
 }

@@ -655,18 +655,6 @@ def test_load_image_reads_multi_picture_jpeg(tmp_path):
     assert images.load_image(tmp_path / "a.jpg", 64).size == (40, 30)
 
 
-@pytest.mark.filterwarnings("ignore:Image size")
-def test_image_with_too_many_pixels_is_skipped(tmp_path, monkeypatch):
-    picture_folder(tmp_path, 4)
-    draw(tmp_path / "cat" / "large.png", size=(60, 50))
-    draw(tmp_path / "dog" / "larger.png", size=(90, 80))
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2000)
-    skipped = dict(load_images(tmp_path, size=16).skipped)
-    assert skipped.pop("cat/large.png") == "images must have at most 2,000 pixels, got 60x50"
-    assert skipped.pop("dog/larger.png").startswith("Image size (7200 pixels) exceeds limit of 4000 pixels")
-    assert not skipped
-
-
 def test_damaged_files_are_skipped_named_and_counted(tmp_path, caplog):
     picture_folder(tmp_path, 4)
     truncate(draw(tmp_path / "cat" / "cut.jpg"))

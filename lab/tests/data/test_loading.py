@@ -1,6 +1,5 @@
 """Tests of loading: pipelines, loaders and their processes, and benchmarks/data.py."""
 
-import io
 import json
 import multiprocessing.connection
 import os
@@ -15,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import simplejpeg
 import torch
 from miniatures import MINIATURES, OPTIONS, imagenet
 from PIL import Image
@@ -254,15 +252,6 @@ def test_damaged_jpeg_has_the_error_of_pillow(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(OSError, match=r"(?i)truncated"):
         decode_bytes(path)
-
-
-def test_long_file_is_not_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "a.jpg")
-    path.write_bytes(path.read_bytes() + bytes(3 * 60 * 80))
-    expected = decode_bytes(path)
-    monkeypatch.setattr(images, "LONGEST_HEADER", 0)
-    monkeypatch.setattr(simplejpeg, "decode_jpeg", None)
-    assert torch.equal(decode_bytes(io.BytesIO(path.read_bytes())), expected)
 
 
 # Loaders

@@ -1,10 +1,8 @@
 """Tokens at any positions: files of points and time series, what is missing, and how batches are made."""
 
-import io
 import re
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -80,7 +78,7 @@ BAD_TABLES = {
     "bytes.csv": (b"x,y\n\xff\xfe,1\n", "decode"),
     "empty.npz": (b"", ""),
     "text.npz": (b"no archive", ""),
-    "object.npz": (npz_content(x=np.array([{}], dtype=object)), "Python objects"),
+    "object.npz": (npz_content(x=np.array([{}], dtype=object)), "Object arrays cannot be loaded"),
     "cube.npz": (npz_content(x=np.zeros((2, 2, 2))), "arrays must be numbers"),
     "complex.npz": (npz_content(x=np.zeros(2, complex)), "arrays must be numbers"),
     "lengths.npz": (npz_content(x=np.zeros(2), y=np.zeros(3)), "one row per point, got x 2, y 3"),
@@ -111,16 +109,6 @@ def test_damaged_file_of_points_is_named_with_the_reason_and_left_out(tmp_path: 
     assert sum(data.counts) == 54
     with pytest.raises(ValueError, match=f"^at most --data.max_skipped = 0 .* got 1: tall/{name}"):
         load("points", tmp_path, max_skipped=0)
-
-
-def test_array_that_claims_more_than_it_holds_takes_no_memory(tmp_path: Path) -> None:
-    buffer = io.BytesIO()
-    np.lib.format.write_array_header_1_0(buffer, {"descr": "<f8", "fortran_order": False, "shape": (10**13,)})
-    path = tmp_path / "a.npz"
-    with ZipFile(path, "w") as archive:
-        archive.writestr("x.npy", buffer.getvalue())
-    with pytest.raises(ValueError, match=r"^x\.npy claims 10,000,000,000,000 values"):
-        read_table(path)
 
 
 def test_damaged_header_bytes_raise_an_error(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import gzip
 import logging
 import math
 import re
-import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +13,6 @@ import pydicom
 import pytest
 import torch
 from pydicom.config import disable_value_validation
-from pydicom.encaps import encapsulate
-from pydicom.uid import RLELossless
 from pytorch_lightning.callbacks import Callback
 from torch.utils.data import DataLoader, default_collate
 from volume_files import (
@@ -908,39 +905,13 @@ def test_slice_without_a_place_is_named_with_what_came(tmp_path, value):
     assert why == f"ImagePositionPatient must be 3 finite numbers, got {value.decode()!r}"
 
 
-@pytest.mark.parametrize(
-    ("header", "why"),
-    [
-        ({"Rows": 65535, "Columns": 65535}, "the header claims 8,589,672,450 bytes, more than a file of .* can hold"),
-        ({"NumberOfFrames": 10**6}, "a slice must have one value per pixel and one frame, got 1 and 1000000"),
-    ],
-)
-def test_read_slice_takes_no_memory_for_what_a_header_claims(tmp_path, header, why):
+def test_read_slice_refuses_several_frames(tmp_path):
     path = write_slice(tmp_path / "a.dcm", np.zeros((ROWS, COLUMNS)), (0, 0, 0), study="1.2")
-    with disable_value_validation():
-        dataset = pydicom.dcmread(path)
-        dataset.file_meta.TransferSyntaxUID = RLELossless
-        dataset.PixelData = encapsulate([b"damaged!"])
-        dataset["PixelData"].is_undefined_length = True
-        for name, value in header.items():
-            setattr(dataset, name, value)
-        dataset.save_as(path)
-    with pytest.raises(ValueError, match=f"^{why}$"):
+    dataset = pydicom.dcmread(path)
+    dataset.NumberOfFrames = 10
+    dataset.save_as(path)
+    with pytest.raises(ValueError, match=r"^a slice must have one value per pixel and one frame, got 1 and 10$"):
         read_slice(path)
-
-
-@pytest.mark.parametrize("read", [read_slice, read_header])
-def test_element_that_claims_gigabytes_is_read_as_long_as_its_file(tmp_path, read):
-    path = write_slice(tmp_path / "a.dcm", np.zeros((ROWS, COLUMNS)), (0, 0, 0), study="1.2")
-    content = path.read_bytes()
-    at = content.index(POSITION)
-    path.write_bytes(content[: at + 4] + b"OB\0\0" + (2**32 - 2).to_bytes(4, "little") + content[at + 8 :])
-    tracemalloc.start()
-    with pytest.raises((ValueError, AttributeError), match=r"^no ImageOrientationPatient, .*|^The dataset has no "):
-        read(path)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 2**24
 
 
 @pytest.mark.parametrize("extension", [".nii", ".nii.gz"])
@@ -950,10 +921,6 @@ def test_element_that_claims_gigabytes_is_read_as_long_as_its_file(tmp_path, rea
         ({"scl_slope": math.inf, "scl_inter": 0}, "scl_slope must be finite, got inf"),
         ({"scl_slope": 1, "scl_inter": math.nan}, "Valid slope but invalid intercept nan"),
         ({"scl_slope": 1e38, "scl_inter": 0}, "voxels must be finite, got 60 that are not"),
-        (
-            {"dim": [3, 32767, 32767, 32767, 1, 1, 1, 1]},
-            "the header claims 70,362,301,923,326 bytes, more than a file of .* can hold",
-        ),
     ],
 )
 def test_nifti_header_that_cannot_be_is_named_with_its_file(tmp_path, extension, fields, why):

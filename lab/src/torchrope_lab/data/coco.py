@@ -27,7 +27,7 @@ from torchrope_lab.data.dense import (
     select_some,
     to_boxes,
 )
-from torchrope_lab.data.faults import Fault, check_regular, name_some, warn_skipped
+from torchrope_lab.data.faults import Fault, name_some, warn_skipped
 from torchrope_lab.data.folders import matching_parts
 from torchrope_lab.data.images import existing_folder, load_image
 
@@ -176,7 +176,6 @@ def read_instances(path: Path) -> Instances:
     """
     rule = "annotations must be COCO's JSON of images, annotations and categories"
     try:
-        check_regular(path)
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{rule}, got {path.name}: {' '.join(str(error).split())}") from error

@@ -1,7 +1,6 @@
 """DICOM files: an index of their headers, slices sorted by position, values in Hounsfield units."""
 
 import hashlib
-import io
 import json
 import math
 import os
@@ -21,7 +20,7 @@ from rich.console import Console
 from rich.progress import track
 
 from torchrope.files import write_whole
-from torchrope_lab.data.faults import Fault, check_claim, check_regular, reason
+from torchrope_lab.data.faults import Fault, reason
 from torchrope_lab.files import read_mapping
 
 INDEX_NAME = ".torchrope-headers.json"
@@ -173,10 +172,9 @@ def read_slice(path: Path, *, wrapped: bool = False) -> torch.Tensor:
     intercept = _floats(dataset, "RescaleIntercept", 1)[0] if "RescaleIntercept" in dataset else 0.0
     if not slope:
         raise ValueError(f"RescaleSlope must not be 0, got {_text(dataset, 'RescaleSlope')}")
-    numbers = [int(dataset.get(tag) or 1) for tag in ("Rows", "Columns", "SamplesPerPixel", "NumberOfFrames")]
-    if numbers[2:] != [1, 1]:
-        raise ValueError(f"a slice must have one value per pixel and one frame, got {numbers[2]} and {numbers[3]}")
-    check_claim(math.prod(numbers) * int(dataset.get("BitsAllocated") or 1) // 8, path.stat().st_size)
+    samples, frames = (int(dataset.get(tag) or 1) for tag in ("SamplesPerPixel", "NumberOfFrames"))
+    if (samples, frames) != (1, 1):
+        raise ValueError(f"a slice must have one value per pixel and one frame, got {samples} and {frames}")
     values = dataset.pixel_array
     with np.errstate(over="ignore", invalid="ignore"):  # `finite` tells of them
         if wrapped and dataset.BitsStored == 12 and not dataset.PixelRepresentation and intercept > -100:
@@ -207,23 +205,9 @@ def finite(values: torch.Tensor, what: str = "values") -> torch.Tensor:
     return values
 
 
-class _Bounded(io.BufferedReader):
-    """A file whose reads are limited to its size: pydicom allocates the length that an element claims."""
-
-    def __init__(self, path: Path) -> None:
-        check_regular(path)
-        super().__init__(io.FileIO(path))
-        self.size = path.stat().st_size
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        left = max(0, self.size - self.tell())
-        return super().read(left if size is None or size < 0 else min(size, left))
-
-
 def _read_dataset(path: Path, **options: Any) -> Any:
     try:
-        with _Bounded(path) as file:
-            return pydicom.dcmread(file, **options)
+        return pydicom.dcmread(path, **options)
     except (InvalidDicomError, EOFError) as error:
         raise ValueError("a slice must be a complete DICOM file, got a damaged file or another format") from error
 

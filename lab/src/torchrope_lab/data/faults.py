@@ -1,19 +1,13 @@
 """Unreadable files: listed, counted and skipped up to a limit, beyond which reading raises with the list."""
 
 import logging
-import stat
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
 
 NAMED_IN_WARNING = 5
-LARGEST_RATIO = 1032
-"""Largest compression ratio of deflate, as in .gz."""
-ANY_FILE = 2**28
-"""Bytes that the header of any file may claim: images of a single value compress better than deflate's ratio."""
 
 logger = logging.getLogger(__name__)
 
@@ -34,25 +28,6 @@ def reason(error: Exception) -> str:
     """Describe an error of a decoder in one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return "truncated" if "truncated" in text.lower() else text
-
-
-def check_regular(path: Path) -> None:
-    """Raise OSError if a path is not a regular file: reading a named pipe waits until another process writes to it."""
-    mode = path.stat().st_mode
-    if not stat.S_ISREG(mode):
-        kinds = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
-        raise OSError(f"no regular file, but {kinds.get(stat.S_IFMT(mode), 'a device')}")
-
-
-def check_claim(claimed: int, size: int) -> None:
-    """Raise ValueError if a header claims more bytes than its file can hold, before memory is allocated.
-
-    Args:
-        claimed: Bytes of pixels or voxels according to the header.
-        size: Bytes of the file.
-    """
-    if claimed > max(LARGEST_RATIO * size, ANY_FILE):
-        raise ValueError(f"the header claims {claimed:,} bytes, more than a file of {size:,} can hold")
 
 
 def find_faults(

@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -19,7 +18,7 @@ from torchvision.transforms.v2 import functional as image_ops
 from torchrope_lab.data.config import ImagesConfig
 from torchrope_lab.data.crops import CropTransform, centre, random_crop
 from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.data.faults import check_regular, find_faults, name_some, reason, warn_skipped
+from torchrope_lab.data.faults import find_faults, name_some, reason, warn_skipped
 from torchrope_lab.data.folders import files_below, subfolders, warn_unread
 from torchrope_lab.data.shards import Sample, Shards
 from torchrope_lab.data.streamed import StreamedSet
@@ -34,7 +33,6 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")
 """Formats of torchvision's extensions; for some others Pillow runs external programs."""
 PHOTOMETRIC, WHITE_IS_ZERO = 262, 0  # of TIFF
 ORIENTATION = 0x0112  # of EXIF
-LONGEST_HEADER = 2**24  # bytes of a JPEG file beside its pixels: EXIF, profiles, previews
 LAYOUT = "root/<class>/* or root/train/<class>/* with root/val/<class>/*"
 
 Made = TypeVar("Made", bound="ImageSet")
@@ -296,16 +294,8 @@ def open_image(path: Path | BinaryIO) -> ImageFile.ImageFile:
 
     Raises:
         UnidentifiedImageError: the file has another format.
-        OSError: it is a named pipe or the like.
-        ValueError: the image has more pixels than Pillow reads without a warning.
     """
-    if isinstance(path, Path):
-        check_regular(path)
-    file = Image.open(path, formats=FORMATS)
-    if Image.MAX_IMAGE_PIXELS is not None and file.width * file.height > Image.MAX_IMAGE_PIXELS:
-        file.close()
-        raise ValueError(f"images must have at most {Image.MAX_IMAGE_PIXELS:,} pixels, got {file.width}x{file.height}")
-    return file
+    return Image.open(path, formats=FORMATS)
 
 
 def load_image(path: Path | BinaryIO, size: int | None = None) -> Image.Image:
@@ -331,14 +321,13 @@ def decode(path: Path | BinaryIO, size: int | None = None) -> tuple[Image.Image,
 def decode_bytes(path: Path | BinaryIO) -> Tensor:
     """Decode an image as `load_image` does, at full resolution, to bytes `(3, height, width)`.
 
-    JPEG files in colour or grey, upright, undamaged and of a plausible length are decoded by libjpeg-turbo alone.
+    JPEG files in colour or grey, upright and undamaged are decoded by libjpeg-turbo alone.
     """
     with open_image(path) as file:
         stream: Any = file.fp  # open until the image is loaded
-        length = stream.seek(0, os.SEEK_END)
         plain = file.format == "JPEG" and file.mode in ("RGB", "L") and file.getexif().get(ORIENTATION, 1) == 1
-        stream.seek(0)
-        if plain and length <= LONGEST_HEADER + 3 * file.width * file.height:  # in a longer file little is pixels
+        if plain:
+            stream.seek(0)
             try:
                 return torch.from_numpy(simplejpeg.decode_jpeg(stream.read())).movedim(-1, 0)
             except ValueError:  # damaged: Pillow decides and explains

@@ -15,7 +15,7 @@ from torch.utils.data import Sampler
 
 from torchrope.files import write_whole
 from torchrope_lab.data.cache import cache_folder
-from torchrope_lab.data.faults import Fault, check_regular
+from torchrope_lab.data.faults import Fault
 from torchrope_lab.files import read_mapping
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
@@ -104,7 +104,6 @@ def index_shard(shard: Path) -> tuple[list[Entry], list[Fault]]:
     faults: list[Fault] = []
     length = shard.stat().st_size
     try:
-        check_regular(shard)
         with tarfile.open(shard, "r:") as opened:
             for member in opened:
                 path = PurePosixPath(member.name)

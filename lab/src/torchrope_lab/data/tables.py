@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from torchrope_lab.data.arrays import read_arrays
-from torchrope_lab.data.faults import check_regular
 from torchrope_lab.data.tokens import Cloud
 
 Columns = dict[str, np.ndarray]
@@ -59,7 +58,6 @@ def read_table(path: Path, text: Container[str] = (), needed: Iterable[str] | No
     Raises:
         ValueError, OSError, EOFError, zipfile.BadZipFile: the file is damaged, or violates its format.
     """
-    check_regular(path)
     numbers = None if needed is None else {name.lower() for name in needed}
     return READERS[path.suffix.lower()](
         path, lambda name: name in text or (numbers is not None and name.lower() not in numbers)
@@ -185,7 +183,6 @@ def read_series(path: Path) -> list[Series]:
         ValueError: the file violates its format; the one-line message gives the line.
     """
     try:
-        check_regular(path)
         series = list(_npz_series(path) if path.suffix.lower() == ".npz" else _text_series(path))
     except (OSError, EOFError, ValueError, KeyError, BadZipFile) as error:
         raise ValueError(

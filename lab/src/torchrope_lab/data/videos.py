@@ -23,7 +23,7 @@ from torchrope_lab.data.clips import crop_corners, test_frames, training_frames
 from torchrope_lab.data.config import VideosConfig
 from torchrope_lab.data.crops import CropTransform, centre, random_crop
 from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.data.faults import check_regular, find_faults, name_some, warn_skipped
+from torchrope_lab.data.faults import find_faults, name_some, warn_skipped
 from torchrope_lab.data.folders import warn_unread
 from torchrope_lab.data.images import (
     Sample,
@@ -375,7 +375,6 @@ def open_video(path: Path) -> Iterator[OpenVideo]:
     Raises:
         ValueError, OSError: see `read_clips`.
     """
-    check_regular(path)
     try:
         with av.open(str(path)) as container:
             yield OpenVideo(container)
