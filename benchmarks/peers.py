@@ -73,7 +73,7 @@ def make_encoding(name: str, setting: Setting) -> Encoding:
 def make_task(name: str, setting: Setting) -> Task:
     """Draw q, k and upstream gradients of a task with a fixed seed."""
     encoding = make_encoding(name, setting)
-    lattice = grid(*setting.lattice, **encoding.lattice(*setting.lattice), device=setting.device)
+    lattice = grid(*setting.lattice, **encoding.lattice.spaced(*setting.lattice), device=setting.device)
     wide = torch.float64 if setting.dtype == "float64" else torch.float32
     shape = (4, setting.batch, setting.heads, setting.tokens, setting.head_dim)
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(1))

@@ -197,8 +197,7 @@ OFFSETS = 8
 
 def _curves(left: float, title: str, encoding: tr.Encoding, first: bool) -> list[str]:
     top, width, height = 40, 185, 140
-    unit = encoding.lattice(16, 16)["spacing"]
-    spacing = torch.as_tensor(unit if isinstance(unit, tuple) else (unit, unit))
+    spacing = torch.as_tensor(encoding.lattice.spaced(16, 16)["spacing"])
     x = torch.randn(64, generator=torch.Generator().manual_seed(0))
     x = x / x.norm()
     steps = torch.arange(0, OFFSETS + 0.01, 0.125)
@@ -310,12 +309,11 @@ def places() -> str:
 
 def _score_per_place(encoding: tr.Encoding) -> Tensor:
     """q R(p)ᵀ R(p + (0, 3)) q for each p of 16 × 16 patches."""
-    spacing = encoding.lattice(16, 16)["spacing"]
+    unit = torch.as_tensor(encoding.lattice.spaced(16, 16)["spacing"])
     here = tr.grid(16, 16)
     x = torch.randn(64, generator=torch.Generator().manual_seed(0))
     x = x / x.norm()
     with torch.no_grad():
-        unit = torch.as_tensor(spacing if isinstance(spacing, tuple) else (spacing, spacing))
         queries = encoding(here * unit).matrix()[0] @ x  # (256, 64)
         keys = encoding((here + torch.tensor([0.0, 3.0])) * unit).matrix()[0] @ x
     return (queries * keys).sum(dim=1).view(16, 16)

@@ -5,12 +5,11 @@ positions to positions: shift, rescale, jitter, and their random variants. Their
 by default.
 """
 
-import functools
 import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,48 +61,6 @@ def grid(
     return torch.cartesian_prod(*lines).reshape(-1, len(sizes))
 
 
-def patch_centers(
-    *sizes: int,
-    normalize: Literal["separate", "max", "min"] = "separate",
-    device: torch.device | str | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """Return normalised patch centres, DINOv3's coordinates:  p = 2 (index + 1/2) / n - 1.
-
-    With n the size of each axis, images of every size span [-1, 1] along each axis, unlike those of `grid`. With the
-    largest or smallest size for all axes the aspect ratio is kept; an axis then spans [-1, 2 size / n - 1].
-
-    Args:
-        sizes: Number of tokens along each axis.
-        normalize: The n of each axis: its own size, or for all axes the largest or smallest size, which keeps the
-            aspect ratio.
-        device: Device of the positions.
-        dtype: Dtype of the positions, float32 or float64.
-
-    Returns:
-        Positions `(prod(sizes), len(sizes))`, row-major like `grid`'s.
-
-    Raises:
-        ValueError: an unknown normalisation; sizes or a dtype for which `grid` raises.
-
-    References:
-        Siméoni et al., DINOv3, section 3.2; `normalize_coords` of its code.
-
-    Example:
-        >>> patch_centers(1, 4).tolist()
-        [[0.0, -0.75], [0.0, -0.25], [0.0, 0.25], [0.0, 0.75]]
-    """
-    if normalize not in ("separate", "max", "min"):
-        raise ValueError(f"normalize must be separate, max or min, got {normalize!r}")
-    counts = _integers(sizes)
-    if normalize != "separate" and counts:
-        chosen: Any = torch.sym_max if normalize == "max" else torch.sym_min
-        counts = [functools.reduce(chosen, counts)] * len(counts)
-    lengths: list[Any] = [torch.sym_max(count, 1) for count in counts]
-    spacing, origin = [2 / n for n in lengths], [1 / n - 1 for n in lengths]
-    return grid(*sizes, spacing=spacing, origin=origin, device=device, dtype=dtype)
-
-
 def per_axis(name: str, value: PerAxis, num_axes: int) -> tuple[float, ...]:
     """Return one number per axis; one number is repeated for all axes."""
     try:
@@ -111,9 +68,7 @@ def per_axis(name: str, value: PerAxis, num_axes: int) -> tuple[float, ...]:
         # Not float, which makes symbolic numbers constants.
         values: tuple[Any, ...] = tuple(map(torch.sym_float, given))
     except (TypeError, ValueError):
-        hint = "; encoding.lattice returns a dict: grid(*sizes, **encoding.lattice(*sizes))"
-        hint = hint if isinstance(value, (str, dict)) else ""
-        raise ValueError(f"{name} must be one number or one per axis, got {value!r}{hint}") from None
+        raise ValueError(f"{name} must be one number or one per axis, got {value!r}") from None
     if len(values) != num_axes:
         raise ValueError(f"{name} must be one number or one per axis ({num_axes}), got {len(values)}")
     return values
@@ -182,34 +137,6 @@ def rescale(positions: Tensor, factor: PerAxis | Tensor) -> Tensor:
     """
     positions = _wide(positions)
     return positions * (factor if isinstance(factor, Tensor) else _row("factor", factor, positions))
-
-
-def rescale_to(positions: Tensor, sizes: PerAxis, train_sizes: PerAxis) -> Tensor:
-    """Scale positions of an input of any size to the training size:  p * train_size / size.
-
-    VisionLLaMA's auto-scaled RoPE: positions stay within the trained range.
-
-    Args:
-        positions: `(..., tokens, axes)`; positions at the origin do not change.
-        sizes: Extent of the input, one number or one per axis.
-        train_sizes: Extent of the training data (the anchor), one number or one per axis.
-
-    Returns:
-        Positions of the same shape.
-
-    Raises:
-        ValueError: neither one number nor one per axis; a size that is not above 0.
-
-    References:
-        Chu et al., VisionLLaMA, section 3.3 (AS2DRoPE).
-
-    Example:
-        >>> rescale_to(grid(4), 4, 2).flatten().tolist()
-        [0.0, 0.5, 1.0, 1.5]
-    """
-    axes = positions.shape[-1]
-    pairs = zip(positive("sizes", sizes, axes), per_axis("train_sizes", train_sizes, axes), strict=True)
-    return rescale(positions, [trained / size for size, trained in pairs])
 
 
 def video_rope(
@@ -445,7 +372,7 @@ def random_scale(
         Siméoni et al., DINOv3, section 3.2 (RoPE-box jittering); `rescale_coords` and `jitter_coords` of its code.
 
     Example:
-        >>> random_scale(patch_centers(2, 2).expand(5, -1, -1), 2.0).shape
+        >>> random_scale(grid(2, 2).expand(5, -1, -1), 2.0).shape
         torch.Size([5, 4, 2])
     """
     return rescale(positions, _log_uniform(positions, positions.shape[-1] if per_axis else 1, factor, generator))

@@ -27,7 +27,7 @@ RANDOM = {
 
 def angles_across_image(sizes: tuple[int, ...], encoding: tr.Encoding) -> Tensor:
     """Return the angle of each pair across the training image, along its axis."""
-    generators, positions = encoding.generators(), tr.grid(*sizes, **encoding.lattice(*sizes))
+    generators, positions = encoding.generators(), encoding.lattice(*sizes)
     width = positions.amax(dim=0) - positions.amin(dim=0)
     return (generators[:, 0, :, 1, 0] * width.unsqueeze(1)).amax(dim=0)
 
@@ -55,9 +55,9 @@ def test_vanilla_rope_and_axial_angles_across_the_image() -> None:
 
 @pytest.mark.parametrize("family", [baselines.comrope_rope, baselines.comrope_liere])
 def test_comrope_baselines_share_its_lattice(family: Callable[..., tr.Encoding]) -> None:
-    lattice = family(num_axes=2, num_heads=1, head_dim=8).lattice(4, 8)
-    assert lattice == tr.ComRoPELD(num_axes=2, num_heads=1, head_dim=8).lattice(4, 8)
-    positions = tr.grid(4, 8, **lattice)
+    lattice = family(num_axes=2, num_heads=1, head_dim=8).lattice
+    assert lattice == tr.ComRoPELD(num_axes=2, num_heads=1, head_dim=8).lattice
+    positions = lattice(4, 8)
     assert torch.allclose(positions[0], torch.tensor([1 / 8, 1 / 16]))
     assert torch.allclose(positions + positions.flip(0), torch.ones(1))
 
@@ -80,7 +80,7 @@ def test_visionllama_matches_the_baseline_of_the_liere_code() -> None:
         assert torch.allclose(encoding.frequencies[axis, own].double(), theta)
     assert encoding.frequencies.count_nonzero() == 30
     assert baselines.visionllama(num_axes=2, num_heads=1, head_dim=4).frequencies.tolist() == [[1, 0], [0, 1]]
-    assert encoding.interval == tr.LieRE(num_axes=3, num_heads=2, head_dim=6).interval == "[0, 1)"
+    assert encoding.lattice == tr.LieRE(num_axes=3, num_heads=2, head_dim=6).lattice == tr.Lattice(per="size")
     with pytest.raises(ValueError, match=r"divisible by 2·num_axes = 6, got 64; rotary_dim=60 would leave the rest"):
         baselines.visionllama(num_axes=3, num_heads=2, head_dim=64)
 

@@ -230,7 +230,6 @@ def test_zero_names_an_encoding_that_must_define_it() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (partial(tr.AxialRoPE, interval="[0, 2]"), r"interval must be None or one of \[0, 1\), .*, got '\[0, 2\]'"),
         (partial(tr.LieRE, distribution="even"), "distribution must be 'uniform' or 'normal', got 'even'"),
         (
             partial(tr.encodings.MRoPE, order="reverse"),

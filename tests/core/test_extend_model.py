@@ -73,8 +73,8 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[], Tensor]]] = {
     "vit": (vit, lambda: torch.randn(2, 3, 8, 12)),
     "vit-string": (partial(vit, "string:8", share_layers=True), lambda: torch.randn(2, 3, 8, 12)),
     "vit-learned+golden": (partial(vit, "learned+golden"), lambda: torch.randn(2, 3, 8, 12)),
-    "vit-patch-centers": (
-        partial(vit, "dinov3", positions=tr.positions.patch_centers),
+    "vit-centres": (
+        partial(vit, "dinov3", positions=tr.Lattice(2.0, -1.0, offset=0.5, per="size")),
         lambda: torch.randn(2, 3, 8, 12),
     ),
     "swin": (swin, lambda: torch.randn(2, 3, 32, 32)),
@@ -104,7 +104,7 @@ def difference(one: Tensor, other: Tensor) -> float:
     return float(((one - other).abs().max() / other.abs().max()).detach())
 
 
-@pytest.mark.parametrize("kind", mostly_slow(KINDS, "vit", "vit-patch-centers", "own", "timm-dinov3", "swapped-beit"))
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, "vit", "vit-centres", "own", "timm-dinov3", "swapped-beit"))
 def test_extend_by_one_keeps_outputs_and_by_two_changes_them(kind: str) -> None:
     build, data = KINDS[kind]
     model, x = build(), data()
@@ -115,7 +115,7 @@ def test_extend_by_one_keeps_outputs_and_by_two_changes_them(kind: str) -> None:
         same, larger = (tr.extend(model, factor, method=method) for factor in (1, 2))
         assert type(same) is type(model)
         assert difference(outputs(same, x), before) < 5e-6, method
-        if kind not in ("vit-patch-centers", "timm-dinov3") or method != "interpolate":
+        if kind not in ("vit-centres", "timm-dinov3") or method != "interpolate":
             assert difference(outputs(larger, x), before) > 1e-4, method
     after = model.state_dict()
     assert after.keys() == state.keys()
@@ -362,7 +362,8 @@ def test_extend_prefers_the_given_train_size() -> None:
 
 
 def test_extend_accepts_a_custom_function() -> None:
-    model = vit("axial", positions=tr.positions.patch_centers)
+    lattice = tr.Lattice(2.0, -1.0, offset=0.5, per="size")
+    model = vit("axial", positions=lambda *sizes, device=None: lattice(*sizes, device=device))  # no `Lattice`
     larger = tr.extend(model, (1, 2), method=partial(tr.scaling.yarn, train_size=2.0))
     expected = tr.scaling.yarn(model.encodings[0].frequencies_per_axis(), (1, 2), train_size=2.0)
     by = torch.tensor([1.0, 2.0]).reshape(2, 1, 1)  # patches are twice as dense along the second axis

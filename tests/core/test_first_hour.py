@@ -76,14 +76,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: rotate(encoding()(tr.grid(8, 12)), layout="bnhd"),
         "layout must be one of bhtd, bthd",
     ),
-    "keys of a lattice": (
-        lambda: tr.grid(8, 12, spacing=next(iter(encoding().lattice(8, 12)))),  # type: ignore[arg-type]
-        "encoding.lattice returns a dict: grid(*sizes, **encoding.lattice(*sizes))",
-    ),
-    "lattice as spacing": (
-        lambda: tr.grid(8, 12, spacing=encoding().lattice(8, 12)),  # type: ignore[arg-type]
-        "encoding.lattice returns a dict: grid(*sizes, **encoding.lattice(*sizes))",
-    ),
     "sizes in a tuple": (
         lambda: tr.grid((8, 12)),  # type: ignore[arg-type]
         "sizes must be one argument each, grid(8, 12) or grid(*sizes), got ((8, 12),)",

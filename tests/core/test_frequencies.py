@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -39,11 +40,11 @@ def vectors(tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Te
     return q, k
 
 
-@pytest.mark.parametrize("normalize", ["separate", "max", "min"])
-def test_dinov3_has_the_scores_of_timm(normalize: str) -> None:
+@pytest.mark.parametrize(("normalize", "per"), [("separate", "size"), ("max", "longest"), ("min", "shortest")])
+def test_dinov3_has_the_scores_of_timm(normalize: str, per: Any) -> None:
     sizes = (3, 5)
     theirs = RotaryEmbeddingDinoV3(HEAD_DIM, normalize_coords=normalize, rotate_half=True).eval().double()
-    coords = tr.positions.patch_centers(*sizes, normalize=normalize, dtype=torch.float64)
+    coords = tr.Lattice(2.0, -1.0, offset=0.5, per=per)(*sizes, dtype=torch.float64)
     table = torch.cat(theirs._get_pos_embed_from_coords(coords), dim=-1)
     q, k = vectors(15, torch.float64)
     expected = scores(*(apply_rot_embed_cat(half_and_half(x), table, half=True) for x in (q, k)))
@@ -66,7 +67,7 @@ def test_dinov3_has_the_scores_of_transformers() -> None:
     q, k = vectors(16)
     expected = scores(*dinov3.apply_rotary_pos_emb(half_and_half(q), half_and_half(k), cos, sin))
     encoding = baselines.dinov3(num_axes=2, num_heads=2, head_dim=HEAD_DIM, base=config.rope_theta)
-    positions = tr.prefix(tr.positions.patch_centers(3, 5), 1)
+    positions = tr.prefix(encoding.lattice(3, 5), 1)
     assert (scores(*tr.rotate(q, k, encoding(positions))) - expected).abs().max() < 1e-4
 
 
@@ -74,10 +75,10 @@ def test_vit_has_positions_of_dinov3_at_any_size() -> None:
     build = partial(
         tr.ViT, (8, 8), patch_size=2, in_channels=1, num_outputs=3, dim=32, depth=1, num_heads=2, encoding="dinov3"
     )
-    own, squeezed = build(), build(positions=tr.positions.patch_centers)
+    own, squeezed = build(), build(positions=tr.Lattice(2.0, -1.0, offset=0.5, per="size"))
     assert torch.allclose(own.positions((4, 4)), squeezed.positions((4, 4)))
     assert own.positions((6, 6)).max() > 1.2
-    assert torch.equal(squeezed.positions((6, 6)), tr.prefix(tr.positions.patch_centers(6, 6), 1))
+    assert torch.equal(squeezed.positions((6, 6)), tr.prefix(squeezed.encodings[0].lattice(6, 6), 1))
     assert squeezed(torch.randn(2, 1, 12, 8)).shape == (2, 3)
 
 

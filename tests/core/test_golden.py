@@ -37,8 +37,7 @@ def numbers(name: str, num_axes: int) -> dict[str, Any]:
         absolute: AbsoluteEncoding = choice.absolute(sizes=sizes, dim=16)
         return {"training": summary(absolute.train()(*sizes)), "evaluation": summary(absolute.eval()(*sizes))}
     encoding: Encoding = choice.rotary(num_axes=num_axes, num_heads=4, head_dim=48)
-    lattice = encoding.lattice(*sizes)
-    positions = tr.grid(*sizes, **lattice)
+    positions = tr.grid(*sizes, **encoding.lattice.spaced(*sizes))
     return {
         "generators": summary(encoding.generators()),
         "rotation": summary(encoding(positions).matrix()),

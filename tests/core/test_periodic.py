@@ -179,7 +179,7 @@ def test_periodic_set_generators_needs_integer_cycles() -> None:
 
 
 def test_periodic_keeps_the_lattice_of_its_encoding() -> None:
-    assert periodic("golden", (2.0, None)).lattice(4, 8)["spacing"] == (2 / 4, 2 / 8)
+    assert periodic("golden", (2.0, None)).lattice.spaced(4, 8)["spacing"] == [2 / 4, 2 / 8]
 
 
 def test_wrap_maps_to_one_period_about_the_origin() -> None:

@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -76,20 +77,21 @@ def test_jitter_of_zero_keeps_an_axis() -> None:
     assert not torch.allclose(moved[:, 1:], positions[:, 1:])
 
 
-@pytest.mark.parametrize("normalize", ["separate", "max", "min"])
-def test_patch_centers_match_dinov3(normalize: str) -> None:
+@pytest.mark.parametrize(("normalize", "per"), [("separate", "size"), ("max", "longest"), ("min", "shortest")])
+def test_patch_centres_match_dinov3(normalize: str, per: Any) -> None:
     expected = make_coords_dinov3(3, 5, normalize_coords=normalize)
-    assert torch.allclose(tr.positions.patch_centers(3, 5, normalize=normalize), expected, atol=1e-6)
-    video = tr.positions.patch_centers(2, 3, 4, normalize=normalize)
+    lattice = tr.Lattice(2.0, -1.0, offset=0.5, per=per)
+    assert torch.allclose(lattice(3, 5), expected, atol=1e-6)
+    video = lattice(2, 3, 4)
     assert torch.allclose(video, -video.flip(0), atol=1e-6) or normalize != "separate"
-    assert tr.positions.patch_centers(0, 3, normalize=normalize).shape == (0, 2)
+    assert lattice(0, 3).shape == (0, 2)
 
 
-def test_patch_centers_match_lattices_at_the_training_size() -> None:
+def test_lattices_of_papers_span_the_training_image() -> None:
     for family in (tr.encodings.baselines.dinov3, tr.encodings.GoldenGateRoPE):
-        assert torch.allclose(
-            tr.grid(3, 5, **family(num_axes=2, head_dim=8).lattice(3, 5)), tr.positions.patch_centers(3, 5), atol=1e-6
-        )
+        lattice = family(num_axes=2, head_dim=8).lattice
+        assert torch.allclose(lattice(3, 5), make_coords_dinov3(3, 5), atol=1e-6)
+        assert torch.allclose(tr.grid(3, 5, **lattice.spaced(3, 5)), lattice(3, 5), atol=1e-6)
 
 
 RANDOM = {
@@ -101,7 +103,7 @@ RANDOM = {
 
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_changes_are_drawn_per_sample(name: str) -> None:
-    positions = tr.positions.patch_centers(3, 4, dtype=torch.float64)
+    positions = tr.grid(3, 4, spacing=0.5, origin=0.25, dtype=torch.float64)
     batch = positions.expand(500, -1, -1)
     moved = RANDOM[name](batch, 2.0, generator=torch.Generator().manual_seed(1))
     change = moved - batch if name == "shift" else (moved / batch).log()
@@ -120,14 +122,14 @@ def test_random_changes_are_drawn_per_sample(name: str) -> None:
 
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_changes_of_zero_are_the_identity(name: str) -> None:
-    positions = tr.positions.patch_centers(3, 4)
+    positions = tr.Lattice(2.0, -1.0, offset=0.5, per="size")(3, 4)
     assert torch.equal(RANDOM[name](positions, 0.0 if name == "shift" else 1.0), positions)
 
 
-def test_anchor_maps_to_the_training_size() -> None:
-    anchored = tr.positions.rescale_to(tr.prefix(tr.grid(8, 6), 1), (8, 6), (4, 4))
-    assert anchored.amax(dim=0).tolist() == pytest.approx([3.5, 4 * 5 / 6])  # VisionLLaMA: (i B / H, j B / W)
-    assert torch.equal(tr.positions.rescale_to(tr.grid(4, 4), 4, 4), tr.grid(4, 4))
+def test_spacing_per_size_maps_to_the_training_size() -> None:
+    anchored = tr.Lattice(spacing=4.0, per="size")
+    assert anchored(8, 6).amax(dim=0).tolist() == pytest.approx([3.5, 4 * 5 / 6])  # VisionLLaMA: (i B / H, j B / W)
+    assert torch.equal(anchored(4, 4), tr.grid(4, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16])
@@ -150,12 +152,10 @@ def test_position_functions_keep_at_least_float32(dtype: torch.dtype) -> None:
             "positions must be float32 or float64, got torch.bfloat16",
         ),
         (lambda: tr.prefix(tr.grid(2), -1), "count of 0 or more, got -1"),
-        (lambda: tr.positions.patch_centers(2, normalize="mean"), "normalize must be separate, max or min, got 'mean'"),
         (lambda: tr.positions.random_shift(tr.grid(2), -1.0), "random_shift needs an amount of 0 or more, got -1.0"),
         (lambda: tr.positions.random_scale(tr.grid(2), 0.5), "factor must be 1 or more, got 0.5"),
-        (lambda: tr.positions.patch_centers((4, 4)), "sizes must be one argument each"),
+        (lambda: tr.grid((4, 4)), "sizes must be one argument each"),
         (lambda: tr.positions.circle_rope(0, 3), "height and width must be 1 or more, got 0 and 3"),
-        (lambda: tr.positions.rescale_to(tr.grid(0), 0, 4), "sizes must be above 0 and finite, got 0"),
         (lambda: tr.positions.wrap(tr.grid(2), 24.0), r"periods must be one per axis \(1\), .* got 24.0"),
         (lambda: tr.positions.shift(tr.grid(2, 2), (1.0, 2.0, 3.0)), r"offset must be .* \(2\), got 3"),
     ],

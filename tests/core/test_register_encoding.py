@@ -137,7 +137,7 @@ def test_arguments_are_those_of_the_constructor_and_what_it_passes_on() -> None:
     assert {"block_size", "init_scale", "shared_heads"} <= {*arguments_of(tr.ComRoPELD)}
     assert annotations_of(tr.AxialRoPE)["rotary_dim"] == int | None
     assert annotations_of(tr.AxialRoPE)["grouped"] is bool
-    assert [*annotations_of(tr.positions.patch_centers)] == ["normalize", "device", "dtype"]
+    assert [*annotations_of(tr.positions.circle_rope)][2:] == ["radius", "angle_weight", "device", "dtype"]
     assert annotations_of(Odd) == {"shape": Any, "other": Any}
     assert takes(Blocks, "block_size")
     assert not takes(Isotropic, "block_size")

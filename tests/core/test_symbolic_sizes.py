@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,15 +19,11 @@ DINOV3 = tr.encodings.baselines.dinov3(num_axes=2, head_dim=4)
 POSITIONS: dict[str, Callable[[int, int], Tensor]] = {
     "grid": tr.grid,
     "units": lambda h, w: tr.grid(h, w, spacing=(1 / h, 1 / w), origin=0.5 / h),
-    "units of LieRE": lambda h, w: tr.grid(h, w, **LIERE.lattice(h, w)),
-    "units of DINOv3": lambda h, w: tr.grid(h, w, **DINOV3.lattice(h, w)),
-    "centres": tr.positions.patch_centers,
-    "centres, max": partial(tr.positions.patch_centers, normalize="max"),
-    "centres, min": partial(tr.positions.patch_centers, normalize="min"),
+    "units of LieRE": lambda h, w: tr.grid(h, w, **LIERE.lattice.spaced(h, w)),
+    "units of DINOv3": lambda h, w: tr.grid(h, w, **DINOV3.lattice.spaced(h, w)),
     "prefix": lambda h, w: tr.prefix(tr.grid(h, w), h),
     "shift": lambda h, w: tr.positions.shift(tr.grid(h, w), (-h / 2, -w / 2)),
     "rescale": lambda h, w: tr.positions.rescale(tr.grid(h, w), 1 / h),
-    "anchor": lambda h, w: tr.positions.rescale_to(tr.grid(h, w), (h, w), (4, 6)),
     "diagonal": lambda h, w: tr.positions.video_rope(2, h, w),
     "around text": tr.positions.circle_rope,
     "wrap": lambda h, w: tr.positions.wrap(tr.grid(h, w), (None, w)),
@@ -62,10 +57,20 @@ def packed(h: int, w: int) -> Any:
 
 
 if torch.__version__ < "2.7":  # its exporter takes the maximum and the minimum of sizes for one of them
-    for name in [name for name in POSITIONS if re.search("max|min|longest|shortest", name)]:
+    for name in [name for name in POSITIONS if re.search("longest|shortest", name)]:
         del POSITIONS[name]
 
-QUICK = ["grid", "units of DINOv3", "centres, max", "prefix", "rescale", "around text", "jitter", "fixed range", "mask"]
+QUICK = [
+    "grid",
+    "units of DINOv3",
+    "lattice by longest",
+    "prefix",
+    "rescale",
+    "around text",
+    "jitter",
+    "fixed range",
+    "mask",
+]
 QUICK = [name for name in QUICK if name in POSITIONS]
 """The functions that are tested by default."""
 
@@ -104,15 +109,13 @@ def check_positions(program: nn.Module, place: Placed) -> None:
 
 def test_sizes_of_numpy_work_and_others_raise() -> None:
     assert torch.equal(tr.grid(np.int64(2), 3), tr.grid(2, 3))
-    assert torch.equal(
-        tr.positions.patch_centers(np.int64(2), 3, normalize="max"), tr.positions.patch_centers(2, 3, normalize="max")
-    )
+    assert torch.equal(Lattice(per="longest")(np.int64(2), 3), Lattice(per="longest")(2, 3))
     with pytest.raises(TypeError, match="float"):
         tr.grid(2.0, 3)
     with pytest.raises(ValueError, match=r"^grid needs one size per axis, each 0 or more, got \(2, -1\)$"):
         tr.grid(2, -1)
     with pytest.raises(ValueError, match=r"^grid needs one size per axis, each 0 or more, got \(\)$"):
-        tr.positions.patch_centers(normalize="max")
+        Lattice(per="longest")()
 
 
 def test_default_layout_adds_no_guard() -> None:

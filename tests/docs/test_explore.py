@@ -79,7 +79,7 @@ def with_rotations(page: Chromium, monkeypatch: pytest.MonkeyPatch, seed: int) -
 
 def scores_of(encoding: tr.Encoding, offset: list[float], size: int) -> Tensor:
     """The scores `(heads,)` of a query at the origin and a key at an offset in tokens, equal in all channels."""
-    spacing = encoding.lattice(*[size] * encoding.num_axes)["spacing"]
+    spacing = encoding.lattice.spaced(*[size] * encoding.num_axes)["spacing"]
     x = torch.ones(1, encoding.num_heads, 1, encoding.head_dim) / math.sqrt(encoding.head_dim)
     here = torch.zeros(1, encoding.num_axes)
     there = torch.tensor([offset]) * torch.as_tensor(spacing)
@@ -104,7 +104,7 @@ def test_numbers_are_those_of_the_library(
     shape = {"axes": axes, "heads": heads, "pairs": head_dim // 2, "size": size, "seed": seed} | parameters
     script = f"frequencies({name!r}, {shape})"
     shown = torch.tensor(page.run(script), dtype=torch.float64)  # (axes, heads or 1, pairs)
-    spacing = torch.as_tensor(encoding.lattice(*[size] * axes)["spacing"]).reshape(-1, 1, 1)
+    spacing = torch.as_tensor(encoding.lattice.spaced(*[size] * axes)["spacing"]).reshape(-1, 1, 1)
     expected = encoding.frequencies_per_axis().detach() * spacing
     torch.testing.assert_close(shown.expand(axes, heads, -1), expected.expand(axes, heads, -1), atol=1e-7, rtol=1e-5)
     for offset in ([1.0, 0.0, 0.0], [0.0, 2.0, -3.0], [-17.0, 13.0, 5.0], [0.25, 40.5, 31.0], [55.0, -55.0, 55.0]):
@@ -175,7 +175,7 @@ def test_figures_and_tables_show_the_encodings_of_their_python(
             f"[...document.querySelectorAll('.panel')['ab'.indexOf('{name}')].querySelectorAll('.numbers tbody tr')]"
             ".map((row) => [...row.cells].map((cell) => Number(cell.textContent.replace('−', '-'))))"
         )
-        spacing = torch.as_tensor(encoding.lattice(*[6] * axes)["spacing"]).reshape(-1, 1)
+        spacing = torch.as_tensor(encoding.lattice.spaced(*[6] * axes)["spacing"]).reshape(-1, 1)
         expected = encoding.frequencies_per_axis().detach()[:, 1] * spacing
         torch.testing.assert_close(torch.tensor(table)[:, 1:-1].T, expected, atol=1e-7, rtol=1e-4)
         turns = 5 * expected.abs().sum(dim=0) / (2 * math.pi)

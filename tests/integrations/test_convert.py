@@ -163,7 +163,7 @@ one = dict(patch_size=8, dim=32, depth=4, num_heads=2, encoding="mixed")
         (lambda: tr.ViT((64, 64), **one, absolute=tr.SinusoidalAPE), "absolute: SinusoidalAPE instead of nothing"),
         (lambda: tr.ViT((64, 64), **one, bias=tr.RelativePositionBias), "biases.0.table: .* instead of nothing"),
         (
-            lambda: tr.ViT((64, 64), **one, positions=tr.positions.patch_centers),
+            lambda: tr.ViT((64, 64), **one, positions=tr.Lattice(2.0, -1.0, offset=0.5, per="size")),
             "positions: others on the same lattice",
         ),
         (lambda: tr.Swin((64, 64), dim=32, depths=(2,), num_heads=(2,)), "got a Swin for a ViT"),

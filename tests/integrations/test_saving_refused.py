@@ -43,8 +43,7 @@ def test_every_encoding_that_swap_takes_is_saved(name: str, tmp_path: Path) -> N
         tr.Lattice(spacing=(1.0, 0.5, 0.5), unit=8.0, patch_size=(1, 2, 2)),
         tr.Lattice(origin=0.5, unit=8.0, patch_size=(1, 2, 2)),
         tr.Lattice(0.25, per=1, train_sizes=(4, 4, 4)),
-        tr.positions.patch_centers,
-        partial(tr.positions.patch_centers, normalize="max"),
+        tr.Lattice(2.0, -1.0, offset=0.5, per="longest"),
     ],
 )
 def test_positions_of_torchrope_are_saved(positions: Any, tmp_path: Path) -> None:
@@ -76,7 +75,7 @@ def test_lattices_of_swapped_models_in_mm_are_saved(tmp_path: Path) -> None:
 
 
 def test_other_positions_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="save supports positions of Lattice, patch_centers, got"):
+    with pytest.raises(ValueError, match="save supports positions of a Lattice, got <function"):
         tr.save(own(positions=lambda *sizes, device=None: tr.grid(*sizes, device=device)), tmp_path)
 
 
@@ -123,18 +122,16 @@ def test_frozen_sizes_of_hostile_files_are_refused(size: Any, message: str, tmp_
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda h: h["recipe"]["arguments"]["positions"].update(name="Linear"), "name of positions must be"),
-        (lambda h: h["recipe"]["arguments"]["positions"].update(name=["patch_centers"]), "name of positions must be"),
+        (lambda h: h["recipe"]["arguments"]["positions"].update(name="Linear"), "must be settings of a Lattice, got"),
+        (lambda h: h["recipe"]["arguments"]["positions"].update(unit="8"), "must be settings of a Lattice, got"),
+        (lambda h: h["recipe"]["arguments"]["positions"].update(per="pixel"), "must be settings of a Lattice, got"),
+        (lambda h: h["recipe"]["arguments"]["positions"].update(train_sizes=[4]), "train_sizes needs per='size'"),
         (
-            lambda h: h["recipe"]["arguments"]["positions"]["arguments"].update(unit="8"),
-            "unit of the arguments of Lattice",
-        ),
-        (
-            lambda h: h["recipe"]["arguments"]["positions"]["arguments"].update(patch_size=[1]),
+            lambda h: h["recipe"]["arguments"]["positions"].update(patch_size=[1]),
             "patch_size must be one number or one per axis",
         ),
-        (lambda h: h["recipe"]["arguments"].update(positions=None), "positions"),
-        (lambda h: h["recipe"]["arguments"]["positions"].pop("arguments"), "must be name, arguments, all of them"),
+        (lambda h: h["recipe"]["arguments"].update(positions=None), "must be settings of a Lattice, got None"),
+        (lambda h: h["recipe"]["arguments"].update(positions="grid"), "must be settings of a Lattice, got 'grid'"),
     ],
 )
 def test_positions_of_hostile_files_are_refused(

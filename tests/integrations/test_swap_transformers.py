@@ -176,7 +176,7 @@ def test_scores_are_those_of_rotated_queries_and_keys(name: str, encoding: str, 
             seen[f"{part}{index}"].unflatten(-1, (2, 16)).transpose(1, 2) for part in ("q_proj", "k_proj", "v_proj")
         )
         encoder = rotary_of(model).encodings[index]
-        positions = tr.prefix(tr.grid(4, 6, **encoder.lattice(4, 4)), PREFIX[name]).double()
+        positions = tr.prefix(tr.grid(4, 6, **encoder.lattice.spaced(4, 4)), PREFIX[name]).double()
         exponent = torch.einsum("ta,ahnij->htnij", positions, encoder.generators())
         blocks = torch.linalg.matrix_exp(exponent.contiguous())
         matrix = torch.stack([torch.block_diag(*token) for token in blocks.flatten(0, 1)]).unflatten(

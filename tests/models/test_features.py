@@ -52,7 +52,9 @@ VITS: dict[str, Callable[[], Features]] = {
     "a table": lambda: Features(vit(encoding="learned+mixed"), window_size=(4, 2), global_layers=(-1,)),
     "waves": lambda: Features(vit(encoding=tr.NoEncoding, absolute=tr.SinusoidalAPE), pyramid=True),
     "a bias": lambda: Features(vit(encoding="bias"), window_size=3, global_layers=(1,)),
-    "places in the image": lambda: Features(vit(encoding="mixed", positions=tr.positions.patch_centers), window_size=3),
+    "places in the image": lambda: Features(
+        vit(encoding="mixed", positions=tr.Lattice(2.0, -1.0, offset=0.5, per="size")), window_size=3
+    ),
     "patches of 6": lambda: Features(vit(24, patch_size=6, encoding="mixed"), pyramid=True, out_channels=8),
 }
 SWINS: dict[str, Callable[[], Features]] = {

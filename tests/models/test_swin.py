@@ -270,13 +270,13 @@ def test_larger_windows_keep_the_training_spacing(name: str) -> None:
     assert torch.equal(small(x, window_size=6), large(x))
     assert torch.equal(small(x, window_size=(6, 6)), large(x))
     assert not torch.allclose(small(x), large(x), atol=1e-3)
-    assert large.stages[0].position_map == tr.Lattice(**small.stages[0].encodings[0].lattice(4, 4))
+    assert large.stages[0].position_map == tr.Lattice(**small.stages[0].encodings[0].lattice.spaced(4, 4))
 
 
 def test_stages_use_the_position_convention_of_the_paper() -> None:
     model = tr.Swin((32, 32), num_outputs=5, dim=16, depths=(1, 1), num_heads=(1, 2), window_size=8, encoding="liere:4")
     assert [stage.position_map.spacing for stage in model.stages] == [(1 / 8, 1 / 8), (1 / 4, 1 / 4)]
-    assert tiny((32, 32), encoding="mixed").stages[0].position_map.spacing == 1.0
+    assert tiny((32, 32), encoding="mixed").stages[0].position_map.spacing == (1.0, 1.0)
 
 
 def test_axes_may_be_permuted() -> None:

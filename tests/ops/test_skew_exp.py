@@ -238,7 +238,7 @@ def directions(axes: int) -> dict[str, Tensor]:
     return {
         "random": torch.randn(40, axes),
         "lattice": lattice / 7,
-        "around the origin": tr.positions.patch_centers(*[7] * min(axes, 2), *[2] * (axes - 2)),
+        "around the origin": tr.Lattice(2.0, -1.0, offset=0.5, per="size")(*[7] * min(axes, 2), *[2] * (axes - 2)),
         "equal": torch.full((20, axes), -0.3),
         "zero": torch.zeros(20, axes),
         "multiples": factors * torch.tensor([0.25, 1.5, 0.0, -0.75])[:axes],

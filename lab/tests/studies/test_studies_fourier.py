@@ -44,7 +44,7 @@ def heads(name: str, sizes: tuple[int, ...] = (4, 5), head_dim: int = 16, **sett
 
 
 def on_lattice(encoding: tr.Encoding, sizes: tuple[int, ...], name: str = "") -> Heads:
-    return heads_of([Site(encoding, sizes, **encoding.lattice(*sizes))], name, "start")
+    return heads_of([Site(encoding, sizes, **encoding.lattice.spaced(*sizes))], name, "start")
 
 
 def all_frequencies(sizes: Sequence[int]) -> Heads:

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from torchrope.encodings.base import FixedShape, Interval, check_interval
+from torchrope.encodings.base import Encoding, FixedShape
 from torchrope.encodings.fixed import OneAxisPerPair, default_base, geometric_sequence
+from torchrope.lattice import Lattice
 
 
 class AxialRoPE(OneAxisPerPair):
@@ -19,7 +20,7 @@ class AxialRoPE(OneAxisPerPair):
         max_frequency: Highest frequency, a factor on all.
         min_frequency: Lowest frequency, instead of base:  θ_t = max_frequency (min / max)^(t / (n - 1)).
         grouped: Assign n consecutive pairs to each axis,  φ_(a n + t) = p_a θ_t,  instead of every N-th.
-        interval: Interval of the training input that the frequencies are meant for; None for positions in tokens.
+        lattice: Positions that the frequencies are meant for; by default in tokens.
         shape: Arguments of `FixedFrequencies`; head_dim divisible by 2 N.
 
     Raises:
@@ -41,7 +42,7 @@ class AxialRoPE(OneAxisPerPair):
         max_frequency: float = 1.0,
         min_frequency: float | None = None,
         grouped: bool = False,
-        interval: Interval | None = None,
+        lattice: Lattice = Encoding.lattice,
         **shape: Unpack[FixedShape],
     ) -> None:
         super().__init__(**shape)
@@ -55,7 +56,7 @@ class AxialRoPE(OneAxisPerPair):
         self.max_frequency = max_frequency
         self.min_frequency = min_frequency
         self.grouped = grouped
-        self.interval = check_interval(interval)
+        self.lattice = lattice
         self.reset_parameters()
 
     def initial_frequencies(self) -> Tensor:

@@ -4,12 +4,13 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import NotRequired, Self, TypedDict
 
+from torchrope.lattice import Lattice
 from torchrope.ops.backends import check_not_onnx, takes_kernels
 from torchrope.ops.layouts import require_dense
 from torchrope.ops.library import OPS
@@ -28,8 +29,6 @@ from torchrope.tensors import (
     without_autocast,
 )
 
-Interval = Literal["[0, 1)", "[0, 1]", "[-1, 1]"]
-"""Interval that the tokens of a training input span along every axis: first corners of patches, or their centres."""
 Positions = Tensor | Sequence[Any]
 """Positions as encodings take them: a tensor, a NumPy array, or nested lists of numbers."""
 
@@ -74,8 +73,9 @@ class Encoding(Float32Module, ABC):
         ValueError: a number out of range, or a head_dim that is not divisible by the block size.
     """
 
-    interval: Interval | None = None
-    """Interval of a training input for which the initialisation was chosen; None for positions in tokens."""
+    lattice: Lattice = Lattice()
+    """Positions for which the initialisation was chosen, those of its paper: a function of the training size. At other
+    sizes models keep its spacing and origin at the training size, `lattice.spaced(*sizes)`."""
 
     def __init__(
         self,
@@ -114,20 +114,6 @@ class Encoding(Float32Module, ABC):
     def relative(self) -> bool:
         """Whether the generators commute, so that R(p)^T R(p') depends on p' - p alone."""
         return self.block_size == 2 or self.num_axes == 1
-
-    def lattice(self, *sizes: int) -> dict[str, Any]:
-        """Return the arguments `spacing` and `origin` of `torchrope.grid` for which the initialisation was chosen.
-
-        Args:
-            sizes: Number of tokens along each axis at the training size.
-        """
-        if self.interval is None:
-            return {"spacing": 1.0, "origin": 0.0}
-        if self.interval == "[0, 1)":
-            return {"spacing": tuple(1 / size for size in sizes), "origin": 0.0}
-        if self.interval == "[0, 1]":
-            return {"spacing": tuple(1 / size for size in sizes), "origin": tuple(0.5 / size for size in sizes)}
-        return {"spacing": tuple(2 / size for size in sizes), "origin": tuple(1 / size - 1 for size in sizes)}
 
     @property
     def has_frequencies(self) -> bool:
@@ -453,13 +439,6 @@ def require_finite(name: str, x: Tensor) -> None:
     bad = (~torch.isfinite(x)).any(dim=-1)
     if bad.any():
         raise ValueError(f"{name} must be finite, got NaN or infinity in {int(bad.sum())} of {bad.numel()}")
-
-
-def check_interval(interval: Interval | None) -> Interval | None:
-    """Return an interval if it is None or one of `Interval`; raise otherwise."""
-    if interval is not None and interval not in get_args(Interval):
-        raise ValueError(f"interval must be None or one of {', '.join(get_args(Interval))}, got {interval!r}")
-    return interval
 
 
 def check_scale(init_scale: float) -> float:

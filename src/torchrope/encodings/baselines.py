@@ -8,25 +8,28 @@ from functools import partial
 
 from torchrope.encodings.absolute import LearnedAPE
 from torchrope.encodings.axial import AxialRoPE
-from torchrope.encodings.liere import LieRE
+from torchrope.encodings.comrope import CENTRES
+from torchrope.encodings.golden import GoldenGateRoPE
+from torchrope.encodings.liere import CORNERS, LieRE
 from torchrope.encodings.mrope import MRoPE
 
-dinov3 = partial(AxialRoPE, base=100.0, max_frequency=2 * math.pi, grouped=True, interval="[-1, 1]")
+dinov3 = partial(AxialRoPE, base=100.0, max_frequency=2 * math.pi, grouped=True, lattice=GoldenGateRoPE.lattice)
 """RoPE-Axial parametrised by periods:  φ_(a n + t) = 2π p_a / base^(t / n)  (Siméoni et al., DINOv3, section 3.2, and
 its code, where pair j is channels j and j + head_dim / 2). Its augmentations of positions are `random_shift`,
 `random_scale`."""
 
-visionllama = partial(AxialRoPE, min_frequency=math.exp(-4), grouped=True, interval="[0, 1)")
+visionllama = partial(AxialRoPE, min_frequency=math.exp(-4), grouped=True, lattice=CORNERS)
 """The baseline "VisionLlama RoPE" of LieRE's tables (arXiv:2406.10322), from its code ("inverse_exp"):
 φ_(a n + t) = p_a e^(-4 t / (n - 1)), with 60 of 64 channels for three axes. VisionLLaMA (Chu et al., section 3.3) has
-positions in patches and RoPE's base: `AxialRoPE(base=10_000.0)`, at other sizes on positions of `rescale_to`."""
+positions in patches and RoPE's base: `AxialRoPE(base=10_000.0)` on positions of `Lattice(spacing=n, per="size")`, n the
+training size."""
 
-comrope_rope = partial(AxialRoPE, base=10_000.0, interval="[0, 1]")
+comrope_rope = partial(AxialRoPE, base=10_000.0, lattice=CENTRES)
 """The baseline "vanilla RoPE" of ComRoPE's tables 3 and 4 (arXiv:2506.03737, supplement D.1, equation 33): pairs rotate
 by 1 to 0.0002 radians across the image, those of RoPE-Axial by 13 to 0.17 across 14 patches. The published code groups
 the pairs by axis, which gives the same scores for permuted channels of q and k."""
 
-comrope_liere = partial(LieRE, distribution="normal", interval="[0, 1]")
+comrope_liere = partial(LieRE, distribution="normal", lattice=CENTRES)
 """The baseline "LieRE" of ComRoPE's tables 3 and 4 (supplement D.2, equation 34). N(0, 1) for P is the default of the
 published code (`init_std`); the supplement does not give it."""
 

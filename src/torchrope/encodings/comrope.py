@@ -7,8 +7,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import NotRequired, Self, Unpack
 
-from torchrope.encodings.base import Encoding, HeadShape, Interval, check_scale, rounding, skew, upper_triangle, widened
+from torchrope.encodings.base import Encoding, HeadShape, check_scale, rounding, skew, upper_triangle, widened
+from torchrope.lattice import Lattice
 
+CENTRES = Lattice(offset=0.5, per="size")
+"""Centres of patches, in units of the training image: [0, 1]."""
 # P is standard normal by default in the published code, so P - P^T has this standard deviation above the diagonal; the
 # supplement gives only deviations after training, 0.17 to 0.38 (table 8).
 _STD = math.sqrt(2)
@@ -34,7 +37,7 @@ class ComRoPE(Encoding):
         ValueError: head_dim is not divisible by block_size; init_scale is not above 0.
     """
 
-    interval: Interval | None = "[0, 1]"
+    lattice = CENTRES
     relative = True
 
     def __init__(self, *, block_size: int = 8, init_scale: float = 1.0, **shape: Unpack[HeadShape]) -> None:

@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import Unpack
 
-from torchrope.encodings.base import FixedShape, Interval
+from torchrope.encodings.base import FixedShape
 from torchrope.encodings.fixed import FixedFrequencies
+from torchrope.lattice import Lattice
 
 
 class GoldenGateRoPE(FixedFrequencies):
@@ -37,7 +38,7 @@ class GoldenGateRoPE(FixedFrequencies):
         [1.0, 2.0, 4.0, 8.0]
     """
 
-    interval: Interval | None = "[-1, 1]"
+    lattice = Lattice(spacing=2.0, origin=-1.0, offset=0.5, per="size")
 
     def __init__(
         self,

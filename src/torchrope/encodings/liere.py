@@ -7,7 +7,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from torchrope.encodings.base import Encoding, HeadShape, Interval, check_interval, check_scale, skew, upper_triangle
+from torchrope.encodings.base import Encoding, HeadShape, check_scale, skew, upper_triangle
+from torchrope.lattice import Lattice
+
+CORNERS = Lattice(per="size")
+"""First corners of patches, in units of the training image: [0, 1)."""
 
 
 class LieRE(Encoding):
@@ -19,7 +23,7 @@ class LieRE(Encoding):
     Args:
         block_size: b, written LieRE_b; head_dim by default, as in the paper.
         distribution: "uniform" draws from [0, 2π), as in the paper, "normal" from N(0, 2): P - P^T with P from N(0, 1).
-        interval: Interval of the training input that the initialisation is meant for; None for positions in tokens.
+        lattice: Positions that the initialisation is meant for; `Lattice()` for positions in tokens.
         init_scale: Factor on the initial generators.
         shape: Arguments of `Encoding`; head_dim divisible by block_size.
 
@@ -41,7 +45,7 @@ class LieRE(Encoding):
         *,
         block_size: int | None = None,
         distribution: Literal["uniform", "normal"] = "uniform",
-        interval: Interval | None = "[0, 1)",
+        lattice: Lattice = CORNERS,
         init_scale: float = 1.0,
         **shape: Unpack[HeadShape],
     ) -> None:
@@ -49,7 +53,7 @@ class LieRE(Encoding):
         if distribution not in ("uniform", "normal"):
             raise ValueError(f"distribution must be 'uniform' or 'normal', got {distribution!r}")
         self.distribution = distribution
-        self.interval = check_interval(interval)
+        self.lattice = lattice
         self.init_scale = check_scale(init_scale)
         entries = self.block_size * (self.block_size - 1) // 2
         self.upper = nn.Parameter(torch.empty(self.num_axes, self.parameter_heads, self.num_blocks, entries))

@@ -3,7 +3,6 @@
 import copy
 import math
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +61,7 @@ class Periodic(Encoding):
             shared_heads=encoding.shared_heads,
         )
         self.encoding = encoding
+        self.lattice = encoding.lattice
         self.periods = tuple(None if period is None else float(period) for period in periods)
         frequencies = encoding.frequencies_per_axis().detach()
         self.register_buffer("turns", torch.empty_like(frequencies, dtype=torch.int32))
@@ -70,9 +70,6 @@ class Periodic(Encoding):
     @property
     def relative(self) -> bool:
         return self.encoding.relative
-
-    def lattice(self, *sizes: int) -> dict[str, Any]:
-        return self.encoding.lattice(*sizes)
 
     def reset_parameters(self) -> None:
         """Initialise the encoding, and compute the turns from its frequencies."""

@@ -306,7 +306,7 @@ def _choice(model: ViT, given: Any) -> dict[str, Any]:
             continue
         with torch.device("meta"):
             again = choice.rotary(num_axes=encodings[0].num_axes, **encodings[0].head_sizes)
-        if all((repr(one), one.interval) == (repr(again), again.interval) for one in encodings):
+        if all((repr(one), one.lattice) == (repr(again), again.lattice) for one in encodings):
             parts = ["learned"] * (model.absolute is not None) + ["bias"] * bool(len(model.biases))
             return {"encoding": "+".join([*parts, name]), "absolute": None, "bias": None}
     return {

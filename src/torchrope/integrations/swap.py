@@ -119,7 +119,7 @@ def swap(
         lattices, channels = _continue(rotations, encodings, _dtype(adapter))
     else:
         pairs = list(zip(encodings, shapes, strict=False))
-        usual = [made.lattice(*shape.lattice) if shape.sized else {} for made, shape in pairs]
+        usual = [made.lattice.spaced(*shape.lattice) if shape.sized else {} for made, shape in pairs]
         lattices, channels = [Lattice(**{**one, **given}) for one in usual], [None] * len(encodings)
         moved = next((made for made in encodings if _has_zero_generators(made) is False), None)
         if rotates and not keep_rotation:

@@ -231,7 +231,7 @@ def completed(
         rule = "periods of a Lattice need tr.Transformer; elsewhere encoding must build a tr.encodings.Periodic"
         raise ValueError(f"{rule}, got {positions}")
     if positions is None or isinstance(positions, Lattice):
-        return (positions or Lattice()).completed(**encoding.lattice(*sizes))
+        return (positions or Lattice()).completed(**encoding.lattice.spaced(*sizes))
     return positions
 
 

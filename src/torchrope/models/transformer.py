@@ -422,7 +422,7 @@ def _encodings(
         return [choice.rotary(num_axes=axes, **head) for _ in range(count - 1)]
 
     first = choice.rotary(num_axes=num_axes, **head)
-    paper = {} if sizes is None else first.lattice(*sizes)
+    paper = {} if sizes is None else first.lattice.spaced(*sizes)
     position_map = replace(lattice.completed(**paper), unit=None)
     if lattice.periods is None:
         return position_map, [first, *rest(num_axes)]

@@ -71,9 +71,8 @@ class ViT(Shareable, Backbone):
         share_layers: Whether all layers share one encoding or bias, computed once per forward.
         positions: Positions of the patches, by default the convention of the encoding's paper at the training size,
             which never changes with the input size. A `Lattice` with another spacing or origin, or of another kind,
-            such as one in mm; or a function that returns them from the sizes of a lattice and `device=`, such as
-            `torchrope.positions.patch_centers`, a module if it depends on training mode. `spacing` of a
-            forward call is passed on to it.
+            such as one in mm; or a function that returns them from the sizes of a lattice and `device=`, a module if it
+            depends on training mode. `spacing` of a forward call is passed on to it.
         pool: "cls" uses a class token at the origin, "mean" averages the patches.
         num_registers: Register tokens at the origin, where R = I, dropped before pooling.
         qkv_bias: Whether queries, keys and values have a bias; LieRE's code has none.

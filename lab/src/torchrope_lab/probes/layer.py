@@ -118,7 +118,7 @@ class Probe(nn.Module):
         x = self.embed(symbols)
         if self.absolute is not None:
             x = x + self.absolute(*sizes)
-        lattice = {name: torch.tensor(value) for name, value in self.rotary.lattice(*self.sizes).items()}
+        lattice = {name: torch.tensor(value) for name, value in self.rotary.lattice.spaced(*self.sizes).items()}
         rotation = self.rotary((lattice["origin"] + lattice["spacing"] * places).to(x.dtype))
         bias = None if self.bias is None else self.bias(*sizes)
         return self.head(self.attention(self.norm(x), rotation, bias=bias))

@@ -202,7 +202,7 @@ def _at_start(name: str, seed: int) -> Site:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         encoding = resolve_encoding(name).rotary(num_axes=len(LATTICE), num_heads=HEADS, head_dim=HEAD_DIM)
-    return Site(encoding, LATTICE, **encoding.lattice(*LATTICE))
+    return Site(encoding, LATTICE, **encoding.lattice.spaced(*LATTICE))
 
 
 def _trained(lab: Lab, name: str) -> list[Heads]:

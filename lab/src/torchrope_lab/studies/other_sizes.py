@@ -148,7 +148,7 @@ def fixed_position_range(model: ViT, trained: Size) -> str | None:
     """
     lattice = model.embed.lattice(trained)
     encoding: Encoding = model.encodings[0]  # type: ignore[assignment]
-    of_paper, fine = encoding.lattice(*lattice), encoding.lattice(*(FINE for _ in lattice))
+    of_paper, fine = encoding.lattice.spaced(*lattice), encoding.lattice.spaced(*(FINE for _ in lattice))
     position_map = model.position_map
     still = replace(position_map, cell=0.0, intensity=1.0) if isinstance(position_map, Lattice) else None
     if of_paper == fine or still != Lattice(**of_paper):
@@ -162,5 +162,5 @@ def rescaled_for(model: ViT, size: Size) -> Adapted:
     rescaled = copy.deepcopy(model)
     encoding: Encoding = model.encodings[0]  # type: ignore[assignment]
     assert isinstance(model.position_map, Lattice)
-    rescaled.position_map = replace(model.position_map, **encoding.lattice(*model.embed.lattice(size)))
+    rescaled.position_map = replace(model.position_map, **encoding.lattice.spaced(*model.embed.lattice(size)))
     return rescaled, {}

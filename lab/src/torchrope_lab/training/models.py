@@ -193,7 +193,7 @@ def _positions(build: Callable[[], ViT], config: ModelConfig, data: DataModule) 
         size // side for size, side in zip(config.input_size or data.input_size, itertools.cycle(config.patch_size))
     ]
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        paper = cast(Encoding, build().encodings[0]).lattice(*sizes)
+        paper = cast(Encoding, build().encodings[0]).lattice.spaced(*sizes)
     spacing = lattice.completed(**paper).spacing
     assert spacing is not None
     widths = per_axis("spacing", spacing, len(sizes))

@@ -17,6 +17,7 @@ from torchrope.integrations.checkpoints import settings as kinds
 from torchrope.integrations.checkpoints.recipes import check_recipe
 from torchrope.integrations.checkpoints.settings import Limits, check, errors_in_one_line, settable, shown, tuples
 from torchrope.integrations.family import AttentionShape
+from torchrope.lattice import Lattice
 
 FORMAT = 1
 
@@ -52,7 +53,7 @@ def family_of(encoding: nn.Module) -> Any:
 def to_json(settings: dict[str, Any]) -> str:
     """Serialise settings as JSON; ValueError if it cannot represent a value."""
     try:
-        return json.dumps(settings)
+        return json.dumps(settings, default=_plain)
     except TypeError as error:
         raise ValueError(f"save needs settings that JSON can represent, got: {error}") from None
 
@@ -71,7 +72,8 @@ def build(
     allowed = settable(cls) | {key: kinds.one_of(*values) for key, values in shape.items()}
     check(f"the arguments of {name}", arguments, allowed, limits, partly=True)
     with device if cls is known else torch.device("cpu"), errors_in_one_line(f"{name} rejects its settings"):
-        return cls(**tuples(arguments))
+        lattices = {key: Lattice(**tuples(arguments[key])) for key in arguments if allowed[key] is kinds.LATTICE}
+        return cls(**tuples(arguments) | lattices)
 
 
 def read_header(text: str, limits: Limits) -> dict[str, Any]:
@@ -99,6 +101,12 @@ def read_header(text: str, limits: Limits) -> dict[str, Any]:
     elif not isinstance(swap, dict) or len(swap) > limits.layers:
         raise ValueError(f"its swap must map up to {limits.layers} names of submodules to swaps, got {shown(swap)}")
     return {**given, "recipe": tuples(recipe)}
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    if isinstance(value, Lattice):
+        return value.settings()
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def _number(kind: type, digits: str) -> Any:

@@ -4,7 +4,6 @@ import copy
 import inspect
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +14,11 @@ from torchrope.integrations.checkpoints import settings as kinds
 from torchrope.integrations.checkpoints.settings import Limits, check, settable
 from torchrope.lattice import Lattice
 from torchrope.models import Features, Swin, ViT
-from torchrope.positions import patch_centers
 
 _MODELS: dict[str, type[ViT | Swin]] = {"ViT": ViT, "Swin": Swin}
 _LARGEST_INPUT = 2**30
-_POSITIONS: dict[str, Any] = {"Lattice": Lattice, "patch_centers": patch_centers}
 # Arguments whose annotations allow functions too, and numbers that must not add up to more layers than tensors.
-_SPECIAL = {"encoding": kinds.ENCODING, "positions": kinds.MAPPING, "depths": kinds.DEPTHS}
+_SPECIAL = {"encoding": kinds.ENCODING, "positions": kinds.LATTICE, "depths": kinds.DEPTHS}
 
 
 def recipe(model: Any) -> dict[str, Any]:
@@ -33,8 +30,8 @@ def recipe(model: Any) -> dict[str, Any]:
         raise ValueError(f"save supports {', '.join(_MODELS)}, Features and swapped models, got {name}")
     defaults = {key: parameter.default for key, parameter in inspect.signature(type(model)).parameters.items()}
     given = {key: value for key, value in model.arguments.items() if value is not defaults[key]}
-    if "positions" in given:
-        given["positions"] = _described(given["positions"])
+    if "positions" in given and type(given["positions"]) is not Lattice:
+        raise ValueError(f"save supports positions of a Lattice, got {given['positions']!r}")
     frozen = {} if model.embed.frozen_size is None else {"frozen": model.embed.frozen_size}
     return {"class": name, "arguments": given, **frozen}
 
@@ -48,11 +45,6 @@ def check_recipe(recipe: Any, limits: Limits) -> None:
     check("its recipe", recipe, allowed, limits)
     name, arguments = recipe["class"], recipe["arguments"]
     check(f"the arguments of {name}", arguments, settable(_MODELS[name]) | _SPECIAL, limits, partly=True)
-    if "positions" in arguments:
-        positions = arguments["positions"]
-        check("positions", positions, {"name": kinds.one_of(*_POSITIONS), "arguments": kinds.MAPPING}, limits)
-        allowed = settable(_POSITIONS[positions["name"]])
-        check(f"the arguments of {positions['name']}", positions["arguments"], allowed, limits, partly=True)
     if "features" in recipe:
         check_features(recipe["features"], limits)
 
@@ -62,22 +54,11 @@ def check_features(arguments: Any, limits: Limits) -> None:
     check("the arguments of Features", arguments, settable(Features), limits, partly=True)
 
 
-def _described(positions: Any) -> dict[str, Any]:
-    """Return the name and arguments of a model's positions; ValueError if they are not in `_POSITIONS`."""
-    if type(positions) is Lattice:
-        return {"name": "Lattice", "arguments": positions.settings()}
-    given = positions if isinstance(positions, partial) else partial(positions)
-    if given.func is not patch_centers or given.args:
-        raise ValueError(f"save supports positions of {', '.join(_POSITIONS)}, got {positions!r}")
-    return {"name": "patch_centers", "arguments": given.keywords}
-
-
 def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
     """Build the model of a recipe with randomly initialised weights."""
     arguments = dict(recipe["arguments"])
     if "positions" in arguments:
-        build = partial(_POSITIONS[arguments["positions"]["name"]], **arguments["positions"]["arguments"])
-        arguments["positions"] = build() if build.func is Lattice else build if build.keywords else build.func
+        arguments["positions"] = Lattice(**arguments["positions"])
     with torch.device(device):
         model = _MODELS[recipe["class"]](**arguments)
         if "frozen" in recipe:

@@ -12,6 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from torchrope.encodings.names import annotations_of
+from torchrope.lattice import Lattice
 
 _LARGEST = 2**24
 _REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -83,6 +84,13 @@ def _is_data(value: Any, at: Limits) -> bool:
     return value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) <= _LARGEST)
 
 
+def _is_lattice(value: Any, at: Limits) -> bool:
+    kinds = settable(Lattice)
+    return isinstance(value, dict) and all(
+        name in kinds and kinds[name].holds(part, at) for name, part in value.items()
+    )
+
+
 NOTHING = Kind("null", lambda value, _: value is None)
 FLAG = Kind("true or false", lambda value, _: isinstance(value, bool))
 NUMBER = Kind("a number", lambda value, _: type(value) in (int, float))
@@ -94,6 +102,7 @@ EXTENT = whole(f"a whole number from 1 to {_LARGEST:,}", lambda _: range(1, _LAR
 MAPPING = Kind("settings by name", lambda value, _: isinstance(value, dict))
 LABEL = matching(r"(?s).{0,1000}", "text of up to 1,000 characters")
 DATA = Kind(f"true, false, null or numbers, whole ones of up to {_LARGEST:,}, or lists or mappings of these", _is_data)
+LATTICE = Kind("settings of a Lattice", _is_lattice)
 ENCODING = matching(r"[A-Za-z0-9:+ ._-]{1,256}", "the name of an encoding")
 DEPTHS = Kind(
     "a list of up to 16 whole numbers that add up to {layers} at most, for {tensors} tensors in the file",
@@ -106,8 +115,8 @@ _WHOLE = {"depth": LAYERS} | dict.fromkeys(("input_size", "patch_size", "window_
 def settable(build: Callable[..., Any]) -> dict[str, Kind]:
     """Return the arguments of a class or function that a file may set, with the values that annotations allow.
 
-    Those are numbers, booleans, None, the values of a `Literal`, and sequences and mappings of these; without an
-    annotation `DATA`. Other arguments, such as text, functions, classes and modules, are left out.
+    Those are numbers, booleans, None, the values of a `Literal`, a `Lattice`, and sequences and mappings of these;
+    without an annotation `DATA`. Other arguments, such as text, functions, classes and modules, are left out.
     """
     kinds = {name: _kind(hint, _WHOLE.get(name, INTEGER)) for name, hint in annotations_of(build).items()}
     return {name: kind for name, kind in kinds.items() if kind is not None}
@@ -125,7 +134,7 @@ def _kind(hint: Any, integer: Kind) -> Kind | None:
         if kind is None or origin in (Union, UnionType):
             return kind
         return named(LABEL, kind) if origin in (Mapping, dict) else each(kind, most=8 if integer is EXTENT else 1024)
-    plain = ((int, integer), (float, NUMBER), (bool, FLAG), (NoneType, NOTHING), (Any, DATA))
+    plain = ((int, integer), (float, NUMBER), (bool, FLAG), (NoneType, NOTHING), (Any, DATA), (Lattice, LATTICE))
     return next((kind for known, kind in plain if hint is known), None)
 
 

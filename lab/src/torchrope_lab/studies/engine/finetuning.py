@@ -46,7 +46,7 @@ def angle_across(model: ViT | Swin, data: DataModule) -> dict[str, Any]:
     angles = []
     for encoding in (each for each in model.modules() if isinstance(each, Encoding)):
         generators = encoding.generators().detach()  # [axes, heads, blocks, b, b]
-        spacing = per_axis("spacing", encoding.lattice(*sizes)["spacing"], len(sizes))
+        spacing = per_axis("spacing", encoding.lattice.spaced(*sizes)["spacing"], len(sizes))
         across = [width * (size - 1) for width, size in zip(spacing, sizes, strict=True)]
         exponent = torch.einsum("n,n...->...", generators.new_tensor(across), generators)
         finite = bool(exponent.isfinite().all())  # not those of a model that diverged
