@@ -17,13 +17,13 @@ LINES = {
     "src/torchrope": 22014,
     "src/torchrope/ops": 6740,
     "src/torchrope/integrations": 6128,
-    "lab/src": 28626,
+    "lab/src": 28279,
     "tests": 23852,
-    "lab/tests": 23593,
+    "lab/tests": 23380,
     "benchmarks": 4500,
     "examples": 1000,
 }
-WORDS = 29023
+WORDS = 28847
 NAMES = 47
 
 

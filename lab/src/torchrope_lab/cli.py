@@ -43,7 +43,7 @@ first steps:
   torchrope compare --data motion                      moving digits: time, height, width
   torchrope compare --data images --data.root DIR      your own images, one folder per class
   torchrope compare --data videos --data.root DIR      your own videos; volumes: DICOM or NIfTI (docs/data.md)
-  torchrope compare --data points --data.root DIR      your own sets of points; series: time series (docs/data.md)
+  torchrope compare --data points --data.root DIR      your own sets of points, or time series (docs/data.md)
   torchrope study dense                                segmentation and detection, on scenes of handwritten digits
   torchrope compare --recipe liere-cifar100-vit-b      training settings of a paper; torchrope recipes lists them
 """

@@ -1,20 +1,19 @@
-"""Tokens at any positions: files of points and time series, what is missing, and how batches are made."""
+"""Tokens at any positions: files of points, what is missing, and how batches are made."""
 
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from miniatures import csv_text, npz_content, ply_content, point_columns, points, series, ts_text, waves, write
+from miniatures import csv_text, npz_content, point_columns, points, write
 from torch import Tensor
 
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import AugmentConfig, data_config
 from torchrope_lab.data.draws import Draws
 from torchrope_lab.data.faults import find_faults
-from torchrope_lab.data.tables import read_series, read_table
+from torchrope_lab.data.tables import read_table
 from torchrope_lab.data.tokens import Cloud, CloudSet, RotationPlane, augment_points, measure_tokens, normal
 from torchrope_lab.data.transforms import shuffle_positions
 
@@ -39,14 +38,11 @@ def cloud_set(clouds: list[Cloud], size: int = 100, coordinates: bool = False, *
 # Files of points
 
 
-@pytest.mark.parametrize("kind", ["csv", "npz", "ascii", "binary_little_endian", "binary_big_endian"])
+@pytest.mark.parametrize("kind", ["csv", "npz"])
 def test_formats_give_the_same_columns(tmp_path: Path, kind: str) -> None:
     columns = {name: column.astype(np.float32).astype(float) for name, column in point_columns(3).items()}
-    content: Any = {"csv": csv_text, "npz": lambda of: npz_content(**of)}.get(kind) or (
-        lambda of: ply_content(of, kind)
-    )
-    path = write(tmp_path / f"a.{kind if kind in ('csv', 'npz') else 'ply'}", content(columns))
-    read = read_table(path)
+    content = csv_text(columns) if kind == "csv" else npz_content(**columns)
+    read = read_table(write(tmp_path / f"a.{kind}", content))
     assert list(read) == list(columns)
     for name, column in columns.items():
         np.testing.assert_allclose(read[name], column, rtol=1e-7)
@@ -68,7 +64,6 @@ def test_csv_has_any_of_three_delimiters_and_empty_cells(tmp_path: Path, delimit
     assert read["kind"].tolist() == ["a", "a"]
 
 
-PLY = "ply\nformat ascii 1.0\nelement vertex 1\nproperty float x\nend_header\n1\n"
 BAD_TABLES = {
     "empty.csv": ("", "first line must name"),
     "numbers.csv": ("1,2\n3,4\n", "first line must name"),
@@ -82,18 +77,6 @@ BAD_TABLES = {
     "cube.npz": (npz_content(x=np.zeros((2, 2, 2))), "arrays must be numbers"),
     "complex.npz": (npz_content(x=np.zeros(2, complex)), "arrays must be numbers"),
     "lengths.npz": (npz_content(x=np.zeros(2), y=np.zeros(3)), "one row per point, got x 2, y 3"),
-    "empty.ply": (b"", "end_header"),
-    "endless.ply": (b"ply\n" * 30000, "end_header"),
-    "other.ply": (PLY.replace("ply", "obj", 1), "must begin with ply"),
-    "order.ply": (PLY.replace("ascii", "middle_endian"), "format must be one of"),
-    "face.ply": (PLY.replace("vertex", "face"), "first element must be vertex"),
-    "count.ply": (PLY.replace("vertex 1", "vertex -1"), "first element must be vertex"),
-    "list.ply": (PLY.replace("float x", "list uchar int x"), "must be one number each"),
-    "kind.ply": (PLY.replace("float", "quad"), "must be one number each"),
-    "none.ply": (PLY.replace("property float x\n", ""), "must have different names, got none"),
-    "short.ply": (PLY.replace("vertex 1", "vertex 2"), "2 vertices must have 1 numbers each"),
-    "claims.ply": (PLY.replace("ascii", "binary_little_endian").replace("x 1", "x 1" + "0" * 12), "claims"),
-    "words.ply": (PLY.replace("\n1\n", "\none\n"), "could not convert"),
 }
 
 
@@ -114,7 +97,7 @@ def test_damaged_file_of_points_is_named_with_the_reason_and_left_out(tmp_path: 
 def test_damaged_header_bytes_raise_an_error(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     columns = point_columns(0)
-    for suffix, content in (("ply", ply_content(columns)), ("npz", npz_content(**columns)), ("csv", csv_text(columns))):
+    for suffix, content in (("npz", npz_content(**columns)), ("csv", csv_text(columns))):
         whole = bytearray(content.encode() if isinstance(content, str) else content)
         for _ in range(60):
             damaged = bytearray(whole)
@@ -378,128 +361,6 @@ def test_shuffled_positions_are_of_their_example_and_exclude_padding() -> None:
     for before, after, count in zip(inputs, shuffled, (30, 50, 1), strict=True):
         assert sorted(map(tuple, before[:count, 1:].tolist())) == sorted(map(tuple, after[:count, 1:].tolist()))
         assert count == 1 or not torch.equal(before[:count], after[:count])
-
-
-# Time series
-
-
-def arff_text(rows: list[str]) -> str:
-    return "\n".join(
-        ["@relation a", "@attribute t0 numeric", "@attribute t1 numeric", "@attribute c {1,2}", "@data", *rows]
-    )
-
-
-def test_ts_arff_and_numpy_give_the_same_series(tmp_path: Path) -> None:
-    made = [([[1.0, 2.0, 4.0], [5.0, float("nan"), 7.0]], "a"), ([[3.0, 2.0, 1.0], [0.5, 0.25, 0.0]], "b")]
-    values = np.array([channels for channels, _ in made])
-    header = "@relation a\n@attribute b relational\n@attribute t0 numeric\n@end b\n@attribute c {a,b}\n@data\n"
-    rows = [
-        "'" + r"\n".join(",".join("?" if v != v else str(v) for v in c) for c in one) + f"',{label}"
-        for one, label in made
-    ]
-    texts = {
-        "a.ts": ts_text(made),
-        "a.arff": header + "\n".join(rows) + "\n",
-        "a.npz": npz_content(values=values, labels=np.array(["a", "b"])),
-    }
-    for name, text in texts.items():
-        read = read_series(write(tmp_path / name, text))
-        assert [label for _, label in read] == ["a", "b"], name
-        for (one, _), (channels, _) in zip(read, made, strict=True):
-            np.testing.assert_array_equal(one.features, np.array(channels).T)
-            np.testing.assert_array_equal(one.positions, [[0], [1], [2]])
-
-
-def test_missing_and_irregular_times_are_kept(tmp_path: Path) -> None:
-    text = ts_text([]).replace("@data", "@timeStamps true\n@data")
-    text += "(0,1),(2.5,2):(2.5,7),(9,8):a\n"
-    text += "(2007-01-01 00:00:00,1),(2007-01-01 00:01:30,?),(2007-01-01 00:02:00,3):(2007-01-01T00:00:30Z,5):b\n"
-    (first, _), (second, _) = read_series(write(tmp_path / "a.ts", text))
-    assert first.positions.flatten().tolist() == [0, 2.5, 9]
-    np.testing.assert_array_equal(first.features, [[1, np.nan], [2, 7], [np.nan, 8]])
-    assert second.positions.flatten().tolist() == [0, 30, 120], "a time without a value is no token"
-    unequal = read_series(write(tmp_path / "b.ts", ts_text([([[1.0, 2.0, 3.0], [4.0]], "a")])))[0][0]
-    np.testing.assert_array_equal(unequal.features, [[1, 4], [2, np.nan], [3, np.nan]])
-    dates = np.array(["2020-01-01", "2020-01-02", "NaT"], "M8[D]")
-    with pytest.raises(ValueError, match=r"arrays of a \.npz file must be values, labels and times, got time$"):
-        [*read_series(write(tmp_path / "d.npz", npz_content(values=np.ones((1, 3)), labels=np.array([1]), time=dates)))]
-    ((_, label),) = read_series(write(tmp_path / "e.npz", npz_content(values=np.ones((1, 3)), labels=np.array([b"a"]))))
-    assert label == "a"
-    content = npz_content(values=np.ones((1, 3)), labels=np.array([1]), times=dates)
-    ((one, _),) = read_series(write(tmp_path / "c.npz", content))
-    assert one.positions.flatten().diff().tolist() == [86400]
-
-
-BAD_SERIES = {
-    "empty.ts": "",
-    "nothing.ts": ts_text([]),
-    "target.ts": "@targetlabel true\n@data\n1,2:3\n",
-    "header.ts": "1,2:a\n",
-    "word.ts": ts_text(waves(2)) + "1,two:a\n",
-    "label.ts": ts_text(waves(2)) + "1,2,3\n",
-    "missing.ts": ts_text([([[float("nan")]], "a")]),
-    "channels.ts": ts_text([([[1.0]], "a"), ([[1.0], [2.0]], "b")]),
-    "pairs.ts": ts_text([]).replace("@data", "@timeStamps true\n@data") + "(0,1),2:a\n",
-    "twice.ts": ts_text([]).replace("@data", "@timeStamps true\n@data") + "(0,1),(0,2):a\n",
-    "date.ts": ts_text([]).replace("@data", "@timeStamps true\n@data") + "(today or so,1):a\n",
-    "bytes.ts": b"\xff\xfe@data",
-    "cells.arff": arff_text(["1,2,1", "1,2,3,1"]),
-    "class.arff": arff_text(["1,2,"]),
-    "header.arff": "1,2,3\n",
-    "text.npz": b"no archive",
-    "names.npz": npz_content(x=np.zeros(3)),
-    "labels.npz": npz_content(values=np.zeros((2, 3)), labels=np.zeros(3)),
-    "times.npz": npz_content(values=np.zeros((2, 3)), labels=np.zeros(2), times=np.zeros(4)),
-    "object.npz": npz_content(values=np.array([{}], dtype=object), labels=np.zeros(1)),
-}
-
-
-@pytest.mark.parametrize("name", BAD_SERIES)
-def test_damaged_file_of_series_is_told_in_one_line(tmp_path: Path, name: str) -> None:
-    write(tmp_path / name, BAD_SERIES[name])
-    with pytest.raises(ValueError, match=re.escape(name)) as error:
-        load("series", tmp_path)
-    assert "\n" not in str(error.value)
-
-
-def test_set_of_series_is_found_by_its_name(tmp_path: Path) -> None:
-    assert load("series", series(tmp_path)).counts == (20, 12)
-    write(tmp_path / "Other.ts", ts_text(waves(10)))
-    with pytest.raises(
-        ValueError, match=r"^--data\.root must hold one set of time series, or --data\.problem .* Other"
-    ):
-        load("series", tmp_path)
-    with pytest.raises(ValueError, match=r"^--data\.problem must be a set of time series .* got 'Wave'"):
-        load("series", tmp_path, problem="Wave")
-    alone = load("series", tmp_path, problem="Other")
-    assert alone.counts == (8, 2)
-    assert alone.classes == ("1_turns", "2_turns")
-    (tmp_path / "Waves_TRAIN.ts").unlink()
-    with pytest.raises(ValueError, match=r"^--data\.root must hold time series .* got Other\.ts, Waves_TEST\.ts"):
-        load("series", tmp_path, problem="Waves")
-
-
-@pytest.mark.parametrize(
-    ("train", "test", "message"),
-    [
-        (waves(4), [([[1.0], [2.0]], "c")], r"must have the classes of A_TRAIN\.ts, got c in it only"),
-        ([([[1.0]], "a"), ([[1.0]], "b")], waves(2), r"both parts must have the same number of channels"),
-        (waves(1), waves(1), r"A_TRAIN\.ts must have at least two classes, got 1_turns"),
-    ],
-)
-def test_parts_of_series_must_fit(tmp_path: Path, train: list, test: list, message: str) -> None:
-    write(tmp_path / "A_TRAIN.ts", ts_text(train))
-    write(
-        tmp_path / "A_TEST.ts",
-        ts_text(
-            [
-                (channels, {"1_turns": "a"}.get(label, "b")) if train[0][1] == "a" else (channels, label)
-                for channels, label in test
-            ]
-        ),
-    )
-    with pytest.raises(ValueError, match=message):
-        load("series", tmp_path)
 
 
 def visits(folder: Path, files: tuple[str, ...]) -> Path:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from miniatures import series
+from miniatures import waves
 from rich.console import Console
 
 from torchrope_lab.data.config import data_config
@@ -112,9 +112,9 @@ def test_a_different_loss_or_prediction_is_another_function(change: str) -> None
 
 
 def test_runs_of_axial_and_mrope_on_one_axis_are_the_same_function(tmp_path: Path) -> None:
-    series(tmp_path / "waves")
+    waves(tmp_path / "waves")
     config = CompareConfig(
-        data=data_config("series", root=str(tmp_path / "waves")),
+        data=data_config("points", root=str(tmp_path / "waves")),
         model=ModelConfig(backbone="transformer", dim=16, depth=1, num_heads=1, mlp_dim=16),
         optim=OptimConfig(epochs=1, warmup_epochs=0),
         encodings=["axial", "mrope", "mixed"],

@@ -326,19 +326,6 @@ def csv_text(columns: dict[str, np.ndarray]) -> str:
     return "\n".join([",".join(columns), *lines]) + "\n"
 
 
-def ply_content(columns: dict[str, np.ndarray], order: str = "binary_little_endian") -> bytes:
-    """Columns as the vertices of a .ply file in float32, with a face behind them."""
-    names = "".join(f"property float {name}\n" for name in columns)
-    count = len(next(iter(columns.values())))
-    face = "element face 1\nproperty list uchar int vertex_indices\nend_header\n"
-    header = f"ply\nformat {order} 1.0\ncomment a miniature\nelement vertex {count}\n{names}{face}".encode()
-    table = np.stack([*columns.values()], axis=1)
-    if order == "ascii":
-        return header + "".join(" ".join(map(repr, row)) + "\n" for row in table.tolist()).encode() + b"3 0 1 2\n"
-    mark = "<" if order == "binary_little_endian" else ">"
-    return header + table.astype(f"{mark}f4").tobytes() + bytes([3]) + np.arange(3, dtype=f"{mark}i4").tobytes()
-
-
 def npz_content(**arrays: np.ndarray) -> bytes:
     """Arrays as a .npz file."""
     buffer = io.BytesIO()
@@ -354,50 +341,24 @@ def point_columns(seed: int, count: int = 12, tall: bool = False) -> dict[str, n
 
 
 def points(folder: Path) -> Path:
-    """<class>/* of two classes, in three formats, with 8 to 15 points each."""
+    """<class>/* of two classes, in both formats, with 8 to 15 points each."""
     for number in range(54):
         columns = point_columns(number, 8 + number % 8, tall=number % 2 == 1)
         place = folder / ("tall" if number % 2 else "wide") / f"{number:02}"
-        match number % 3:
-            case 0:
-                write(place.with_suffix(".csv"), csv_text(columns))
-            case 1:
-                write(place.with_suffix(".npz"), npz_content(**columns))
-            case 2:
-                write(place.with_suffix(".ply"), ply_content(columns))
+        if number % 3:
+            write(place.with_suffix(".npz"), npz_content(**columns))
+        else:
+            write(place.with_suffix(".csv"), csv_text(columns))
     return folder
 
 
-def ts_text(series: list[tuple[list[list[float]], str]], **header: str) -> str:
-    """Series, each of channels and a class, as a .ts file; NaN is ?."""
-
-    def told(values: list[float]) -> str:
-        return ",".join("?" if value != value else repr(value) for value in values)
-
-    classes = " ".join(sorted({label for _, label in series}))
-    lines = ["# a miniature", "@problemName Waves", *(f"@{name} {value}" for name, value in header.items())]
-    lines += [f"@classLabel true {classes}", "@data"]
-    lines += [":".join([*map(told, channels), label]) for channels, label in series]
-    return "\n".join(lines) + "\n"
-
-
-def waves(count: int, first: int = 0) -> list[tuple[list[list[float]], str]]:
-    """Sines of one or two turns in 8 to 13 steps, with a second channel of noise."""
-    made = []
-    for number in range(first, first + count):
-        rng, length = np.random.default_rng(number), 8 + number % 6
-        turns = 1 + number % 2
+def waves(folder: Path) -> Path:
+    """<class>/*.csv: sines of one or two turns in 8 to 13 steps, with a second channel of noise."""
+    for number in range(32):
+        rng, length, turns = np.random.default_rng(number), 8 + number % 6, 1 + number % 2
         wave = np.sin(2 * np.pi * (turns * np.arange(length) / length + rng.random()))
-        made.append(
-            ([wave.round(4).tolist(), rng.random(length).round(4).tolist()], f"{turns} turns".replace(" ", "_"))
-        )
-    return made
-
-
-def series(folder: Path) -> Path:
-    """Waves_TRAIN.ts and Waves_TEST.ts, of two channels and unequal lengths."""
-    write(folder / "Waves_TRAIN.ts", ts_text(waves(20)))
-    write(folder / "Waves_TEST.ts", ts_text(waves(12, first=20)))
+        columns = {"time": np.arange(length), "wave": wave.round(4), "noise": rng.random(length).round(4)}
+        write(folder / f"{turns} turns" / f"{number:02}.csv", csv_text(columns))
     return folder
 
 
@@ -411,7 +372,6 @@ MINIATURES: dict[str, Callable[[Path], Path]] = {
     "volumes": volumes,
     "rsna": rsna,
     "points": points,
-    "series": series,
     "coco": coco,
     "ade20k": ade20k,
     "segments": segments,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from miniatures import points, series
+from miniatures import points, waves
 from rich.console import Console
 
 from torchrope.models import Transformer
@@ -146,7 +146,7 @@ def test_settings_of_another_backbone_raise(settings: dict[str, Any], message: s
             "--optim.train_sizes is for data on a lattice, got 8, 16 with --data points",
         ),
         ("train --encoding learned", "encoding must not have a learned table or a score bias"),
-        ("train --data.frames 5", "--data.frames is for videos, .*, got --data points"),
+        ("train --data.frames 5", "--data.frames is for videos, ucf101, volumes, rsna, got --data points"),
         ("train --data.augment.flip true", "--data.augment.flip is for digits"),
         ("compare --scales 0.5,2", "--scales is for data on a lattice"),
         ("study resolution", "Input size needs patches on a lattice, got points, whose tokens are at any positions"),
@@ -212,13 +212,13 @@ def quiet() -> Console:
 @pytest.mark.slow
 def test_compare_command_writes_a_report_for_time_series(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    series(tmp_path / "waves")
+    waves(tmp_path / "waves")
     options = ["--model.dim=16", "--model.depth=1", "--model.num_heads=1", "--model.mlp_dim=16", "--epochs=1"]
     options += ["--seeds=1", "--encodings=none,sinusoidal,mixed", f"--data.root={tmp_path / 'waves'}", f"--out={out}"]
-    assert main(["compare", "--data=series", *options]) == 0
+    assert main(["compare", "--data=points", *options]) == 0
     assert "top-1" in capsys.readouterr().out.lower()
     page = (out / "report" / "index.html").read_text()
-    assert "Time series, Waves" in page
+    assert "waves" in page
     result = StudyResult.read(out / "results.json")
     titles = [table.title for table in result.findings.tables]
     assert "Costs" in titles

@@ -193,7 +193,7 @@ class DataConfig(Settings):
     Attributes:
         name: Name of the data set, see docs/data.md.
         size: Pixels per side of an input, for "ade20k" and "segments" of a training crop, for "coco" of the shorter
-            side without `scale_jitter`; for "points" and "series" the maximum number of points
+            side without `scale_jitter`; for "points" the maximum number of points
             per example: larger ones are subsampled, at random in every epoch, to the same points in every validation.
         train_size: Number of training examples, with classes as balanced as possible; by default all.
         val_size: Number of validation examples, chosen in the same way.
@@ -500,18 +500,6 @@ class PointsConfig(TokensConfig, FilesConfig):
         if self.axes == [] or len(set(named)) < len(named):
             rule = "--data.axes must name one column or more, and no column twice with features, label and example"
             raise ValueError(f"{rule}, got {','.join(named) or 'none'}")
-
-
-@data_set("series", "series:Series", size=2048)
-class SeriesConfig(TokensConfig, RootConfig):
-    """Time series in files of the UCR and UEA archives.
-
-    Attributes:
-        problem: Name of the data set, the file name without _TRAIN or _TEST; needed if root contains several sets.
-            Without root, a set included in the package aeon.
-    """
-
-    problem: str | None = None
 
 
 @data_set("scenes", "scenes:Scenes", size=64)

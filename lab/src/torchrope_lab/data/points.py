@@ -43,7 +43,7 @@ class Points(TokensModule):
     """Sets of points from `root`, in class folders as for `images`, or with a column `label`.
 
     A file is one set, or with a column `example` several: the rows with one value. Column names are the first line of a
-    .csv file, the array names of a .npz file, or the vertex properties of a .ply file. Positions are the columns t (or
+    .csv file, or the array names of a .npz file. Positions are the columns t (or
     time, timestamp), x, y, z, or `axes`; features are the other columns, or `features`. Positions are relative to the
     minimum along each axis of an example. Points with a missing position (NaN or empty cell) are dropped; missing
     features are flagged in the input.

@@ -51,7 +51,7 @@ class ModelConfig(Settings):
     """Architecture of the model: backbone, head and position encoding's settings.
 
     Attributes:
-        backbone: "vit" or "swin"; "transformer" for tokens at any positions ("points", "series").
+        backbone: "vit" or "swin"; "transformer" for tokens at any positions ("points").
         head: Head on the backbone: "classify"; "upernet" or "mask2former" for semantic segmentation; "dino" for object
             detection.
         size: "tiny" to "large": sizes of DeiT ("tiny": LieRE) or Swin; dim, depth, num_heads and mlp_dim override
