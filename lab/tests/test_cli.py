@@ -749,17 +749,6 @@ def test_file_names_the_data_set_and_its_settings(run, tmp_path, capsys):
     assert f"data.windows in {file} is for volumes, rsna, got --data digits" in run("compare", "--config", file)[2]
 
 
-def test_file_without_data_keeps_the_default_data_of_the_study_dense(
-    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "settings.yaml"
-    for content, name in [("seeds: 1\n", "scenes"), ("data:\n  name: coco\n", "coco")]:
-        file.write_text(content)
-        with pytest.raises(SystemExit):
-            run("study", "dense", "--config", file, "--print_config")
-        assert yaml.safe_load(capsys.readouterr().out)["data"]["name"] == name
-
-
 def test_settings_of_other_studies_are_refused(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

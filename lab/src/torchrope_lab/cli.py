@@ -18,7 +18,7 @@ from torchrope_lab.arguments import as_list, nearest
 from torchrope_lab.data.config import with_crop_ratio
 from torchrope_lab.files import EVALUATION
 from torchrope_lab.mistakes import is_mistake
-from torchrope_lab.options import REPLACED, Parsed, given_settings, parse
+from torchrope_lab.options import REPLACED, Parsed, parse
 from torchrope_lab.schema import Fraction, PositiveFloat, PositiveInt
 
 HELP = """\
@@ -44,7 +44,7 @@ first steps:
   torchrope compare --data images --data.root DIR      your own images, one folder per class
   torchrope compare --data videos --data.root DIR      your own videos; volumes: DICOM or NIfTI (docs/data.md)
   torchrope compare --data points --data.root DIR      your own sets of points, or time series (docs/data.md)
-  torchrope study dense                                segmentation and detection, on scenes of handwritten digits
+  torchrope study dense --data coco --data.root DIR    segmentation and detection
   torchrope compare --recipe liere-cifar100-vit-b      training settings of a paper; torchrope recipes lists them
 """
 
@@ -67,7 +67,7 @@ Repeat a study of the papers on data of your choice: torchrope study NAME, where
 mypackage.module:STUDY for your own, several as a,b,c, or all. Writes runs, a JSON file per study and a report to OUT.
 
 Studies share runs, and the same command resumes an interrupted study. Defaults depend on --data and --recipe: combine
-either with --help. The default data set is digits; for the study "dense" it is scenes. Each study has a default list of
+either with --help. The default data set is digits. Each study has a default list of
 encodings; a user-defined class is given as mypackage.module:Class.
 
 --reference applies to accuracy, data-efficiency, training-efficiency, capacity, model-size, attention and dense;
@@ -203,14 +203,12 @@ def _study(arguments: list[str]) -> int:
     if "--list" in arguments:
         return _list_studies()
     names, *options = _with_names_first(arguments)
-    from torchrope_lab.registry import STUDIES, check_supported, suitable
+    from torchrope_lab.registry import check_supported, suitable
     from torchrope_lab.studies.engine.config import StudyConfig
     from torchrope_lab.training.config import changed, plain
 
-    chosen = {"data", "data.name", "recipe"} & {*given_settings(options, StudyConfig)}
-    default_data = ["--data=scenes"] if names in STUDIES and STUDIES[names].suits("scenes") and not chosen else []
     adding = [re.sub(r"^--checkpoint(?==|$)", "--checkpoint+", word) for word in options]  # every one adds to the list
-    parsed = parse("study", STUDY, StudyConfig, [*default_data, *adding], _add_dry_run, "NAME[,NAME] [options]")
+    parsed = parse("study", STUDY, StudyConfig, adding, _add_dry_run, "NAME[,NAME] [options]")
     config = parsed.config
     _find_encodings_of(parsed, "encodings")
     _find_encodings_of(parsed, "reference")

@@ -135,7 +135,7 @@ def whole(dataset) -> tuple[torch.Tensor, torch.Tensor]:
         ({"batch_sise": 8}, r"there is no option --data.batch_sise of digits; did you mean '--data.batch_size'\?"),
         (
             {"augment": {"scale_jitter": [0.5, 2]}},
-            "--data.augment.scale_jitter is for scenes, coco, ade20k, segments, got --data digits",
+            "--data.augment.scale_jitter is for coco, ade20k, segments, got --data digits",
         ),
         ({"windows": [], "name": "rsna"}, r"--data.windows must be one value or more, got \[\]"),
     ],

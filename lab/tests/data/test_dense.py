@@ -1,4 +1,4 @@
-"""Tests shared by scenes, COCO, ADE20k and segments: batches of lists, and aligned augmentation of targets."""
+"""Tests shared by COCO, ADE20k and segments: batches of lists, and aligned augmentation of targets."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,15 +28,10 @@ WITHOUT_COLOURS = dict(scale_jitter=(0.3, 2.0), flip=True)
 EVERYTHING = dict(**WITHOUT_COLOURS, color_jitter=0.3)
 
 
-def settings(name: str) -> dict:
-    return WITHOUT_COLOURS if name == "scenes" else EVERYTHING
-
-
 def load(name: str, folder: Path, augment: dict | None = None, **options) -> DenseModule:
-    root = str(folder) if name == "scenes" or any(folder.iterdir()) else str(MINIATURES[name](folder))
-    options = {"batch_size": 2, "train_size": 4, "val_size": 3, "size": 64 if name == "scenes" else 32, **options}
-    options |= {} if name == "scenes" else {"root": root}
-    data = make_data(data_config(name, augment=augment or {}, **options))
+    root = str(folder) if any(folder.iterdir()) else str(MINIATURES[name](folder))
+    options = {"batch_size": 2, "train_size": 4, "val_size": 3, "size": 32, **options}
+    data = make_data(data_config(name, root=root, augment=augment or {}, **options))
     data.setup()
     return data
 
@@ -89,7 +84,7 @@ class Painted(DenseSet):
 @pytest.mark.parametrize("name", NAMES_DENSE)
 @pytest.mark.parametrize("changed", [False, True])
 def test_dense_data_sets_have_the_required_properties(tmp_path, name, changed):
-    data = load(name, tmp_path, settings(name) if changed else None)
+    data = load(name, tmp_path, EVERYTHING if changed else None)
     assert data.counts == (4, 3)
     assert data.skipped == []
     assert data.description.endswith(".")
@@ -152,7 +147,7 @@ def test_resumed_epoch_reads_the_remaining_batches(tmp_path):
             return torch.optim.SGD(self.parameters(), 0.1)
 
     def run(resume_at=(0, 0)):
-        data, recorder = load("scenes", tmp_path, WITHOUT_COLOURS, train_size=6), Recorder()
+        data, recorder = load("segments", tmp_path, WITHOUT_COLOURS, train_size=5), Recorder()
         data.run_seed, data.resume_at = 5, resume_at
         quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
         trainer = pl.Trainer(max_epochs=2, accelerator="cpu", reload_dataloaders_every_n_epochs=1, **quiet)
@@ -165,29 +160,31 @@ def test_resumed_epoch_reads_the_remaining_batches(tmp_path):
     names = [
         sorted(target["name"] for _, targets in whole[start : start + 3] for target in targets) for start in (0, 3)
     ]
-    assert names[0] == names[1] == [f"scene {index}" for index in range(6)]
+    assert names[0] == names[1]
+    assert len({*names[0]}) == len(names[0]) == 5
 
 
 def test_ranks_share_the_examples(tmp_path):
-    data = load("scenes", tmp_path, train_size=8, val_size=5)
+    data = load("segments", tmp_path)
     seen = {"train": [], "val": []}
     for rank in range(2):
         place = SimpleNamespace(root_device=torch.device("cpu"))
         data.trainer = SimpleNamespace(current_epoch=1, world_size=2, global_rank=rank, strategy=place)
         for part, loader in (("train", data.train_dataloader()), ("val", data.val_dataloader())):
             seen[part] += [target["name"] for _, targets in loader for target in targets]
-    assert sorted(seen["train"]) == [f"scene {index}" for index in range(8)]
-    assert sorted(seen["val"]) == [f"scene {index}" for index in range(5)]
+    train, val = ([path for path, _ in part.samples] for part in data._made_datasets())
+    assert sorted(seen["train"]) == sorted(train)
+    assert sorted(seen["val"]) == sorted(val)
 
 
 def test_no_rank_validates_an_empty_batch(tmp_path):
-    data = load("scenes", tmp_path, batch_size=1, val_size=5)
+    data = load("segments", tmp_path, batch_size=1)
     sizes = []
     for rank in range(2):
         place = SimpleNamespace(root_device=torch.device("cpu"))
         data.trainer = SimpleNamespace(current_epoch=0, world_size=2, global_rank=rank, strategy=place)
         sizes.append([len(images) for images, _ in data.val_dataloader()])
-    assert sizes == [[1, 2], [1, 1]]
+    assert sizes == [[2], [1]]
 
 
 def test_fingerprints_distinguish_data_sets(tmp_path):
@@ -196,9 +193,6 @@ def test_fingerprints_distinguish_data_sets(tmp_path):
     assert data.batch_names([0]) == [target["name"] for target in first[1]]
     assert load("coco", tmp_path).fingerprint == data.fingerprint
     assert load("coco", tmp_path, split_seed=1).fingerprint != data.fingerprint
-    scenes = [load("scenes", tmp_path, split_seed=seed) for seed in (0, 0, 1)]
-    assert scenes[0].fingerprint == scenes[1].fingerprint != scenes[2].fingerprint
-    assert scenes[0].batch_names([1])[0].startswith("scene ")
 
 
 # Randomness
@@ -208,7 +202,7 @@ def test_fingerprints_distinguish_data_sets(tmp_path):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_dense_batches_do_not_depend_on_workers(tmp_path, name):
     def epoch(workers: int, chance: int) -> list:
-        data = load(name, tmp_path, settings(name), workers=workers)
+        data = load(name, tmp_path, EVERYTHING, workers=workers)
         data.run_seed = 3
         torch.manual_seed(chance)
         expected = torch.random.get_rng_state()
@@ -222,7 +216,7 @@ def test_dense_batches_do_not_depend_on_workers(tmp_path, name):
 
 @pytest.mark.parametrize("name", NAMES_DENSE)
 def test_example_depends_on_run_epoch_and_index_only(tmp_path, name):
-    train = load(name, tmp_path, settings(name))._made_datasets()[0]
+    train = load(name, tmp_path, EVERYTHING)._made_datasets()[0]
     images, targets = train.of_epoch(7).__getitems__([3, 1, 2])
     again = train.of_epoch(7)
     assert same(list(again[1]), [images[1], targets[1]])
@@ -358,14 +352,14 @@ def test_crop_keeps_smaller_images_whole():
         (
             "digits",
             {"scale_jitter": (0.5, 2)},
-            r"--data.augment.scale_jitter is for scenes, coco, ade20k, segments, got --data digits",
+            r"--data.augment.scale_jitter is for coco, ade20k, segments, got --data digits",
         ),
         ("coco", {"mixup": 0.8}, r"--data.augment.mixup is for digits, .*, rsna, got --data coco"),
-        ("scenes", {"cutmix": 1.0}, "augment.cutmix is for digits"),
+        ("segments", {"cutmix": 1.0}, "augment.cutmix is for digits"),
         (
-            "scenes",
+            "digits",
             {"color_jitter": 0.3},
-            r"--data.augment.color_jitter is for images, .*, segments, got --data scenes",
+            r"--data.augment.color_jitter is for images, .*, segments, got --data digits",
         ),
         ("ade20k", {"randaugment": (2, 9)}, "augment.randaugment is for"),
         (
@@ -397,10 +391,15 @@ def test_unsupported_settings_are_rejected(name, augment, message):
         data_config(name, augment=AugmentConfig(**augment))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES_DENSE if name != "scenes"])
+@pytest.mark.parametrize("name", NAMES_DENSE)
 def test_select_some_rejects_too_many_examples(tmp_path, name):
     with pytest.raises(ValueError, match=r"^--data.val_size must be at most \d+ \(all examples\), got 99$"):
         load(name, tmp_path, val_size=99)
+
+
+def test_folds_are_for_classification(tmp_path):
+    with pytest.raises(ValueError, match=r"--data\.folds is for classification, got --data segments$"):
+        load("segments", tmp_path, folds=3)
 
 
 def test_select_some_is_nested(tmp_path):

@@ -136,7 +136,6 @@ def test_images_of_folds_have_other_sizes_by_resampling_if_the_files_are_not_kep
             r"at most 6, the examples of the .*, got 9",
         ),
         ("motion", {"folds": 3}, r"--data\.folds is for data that is not generated"),
-        ("scenes", {"folds": 3}, r"--data\.folds is for classification .*, got --data scenes$"),
     ],
 )
 def test_folds_that_are_impossible_are_refused(name: str, settings: dict[str, Any], message: str) -> None:

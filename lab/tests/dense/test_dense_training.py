@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from miniatures import coco
+from miniatures import MINIATURES, coco, images
 from processes import become_one_of_two, data_of, free_port
 from pytorch_lightning.callbacks import Callback
 
 from torchrope_lab.cli import main
-from torchrope_lab.data.config import data_config
+from torchrope_lab.data.config import DataConfig, data_config
 from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.module import Module
 from torchrope_lab.training.run import load, train
@@ -23,12 +24,21 @@ HEADS = ["upernet", "mask2former", "dino"]
 QUERIES = {"mask2former": 10, "dino": 30}
 
 
+def data_for(head: str) -> DataConfig:
+    """Settings of a miniature, which is written once for all tests and their processes."""
+    name = "coco" if head == "dino" else "segments"
+    root = Path(os.environ["TORCH_HOME"], "miniatures", name)
+    if not root.exists():
+        MINIATURES[name](root)
+    return data_config(name, root=str(root), size=64, train_size=4, batch_size=2)
+
+
 def small_run(head: str, **settings: Any) -> RunConfig:
     channels = {"dino": 64, "mask2former": 32}.get(head, 8)
     model = dict(head=head, head_channels=channels, num_queries=QUERIES.get(head), dim=16, depth=4, num_heads=2)
     return RunConfig(
         encoding="learned+liere:4",
-        data=data_config(name="scenes", train_size=12, val_size=6, batch_size=4),
+        data=data_for(head),
         model=ModelConfig(**{**model, "mlp_dim": 16, "patch_size": [16], **settings.pop("model", {})}),
         optim=OptimConfig(**{"epochs": 2, "warmup_epochs": 1.0, **settings.pop("optim", {})}),
         **settings,
@@ -61,7 +71,7 @@ def test_killed_run_resumes_to_the_same_weights(tmp_path: Path, head: str) -> No
     config = small_run(head, run=ExecutionConfig(checkpoint_every=1), optim={"ema_decay": 0.5})
     whole, curve = train(config, data_of(config), tmp_path / "whole")
     with pytest.raises(MemoryError):
-        train(config, data_of(config), tmp_path / "killed", callbacks=[Dies(4)])
+        train(config, data_of(config), tmp_path / "killed", callbacks=[Dies(3)])
     resumed, resumed_curve = train(config, data_of(config), tmp_path / "killed")
     assert same_weights(whole, resumed)
     assert without_times(curve.rows) == without_times(resumed_curve.rows)
@@ -73,7 +83,7 @@ def test_killed_run_resumes_to_the_same_weights(tmp_path: Path, head: str) -> No
     "head", [pytest.param(head, marks=pytest.mark.slow if head in QUERIES else ()) for head in HEADS]
 )
 def test_heads_train_in_bf16_with_accumulation(tmp_path: Path, head: str) -> None:
-    optim = {"epochs": 1, "effective_batch": 8, "layer_decay": 0.8, "schedule": "polynomial"}
+    optim = {"epochs": 1, "effective_batch": 4, "layer_decay": 0.8, "schedule": "polynomial"}
     config = small_run(head, optim=optim, run=ExecutionConfig(precision="bf16"))
     module, history = train(config, data_of(config), tmp_path)
     (row,) = history.rows
@@ -86,13 +96,13 @@ def test_heads_train_in_bf16_with_accumulation(tmp_path: Path, head: str) -> Non
 def test_pretrained_backbone_keeps_its_positions_when_loaded(tmp_path: Path) -> None:
     below = replace(small_run("upernet"), encoding="liere:4")  # whose positions depend on the training size
     classes = replace(below.model, head="classify", head_channels=None)
-    digits = data_config(name="digits", train_size=40, val_size=20, size=32)
-    above = replace(below, data=digits, model=classes)
+    pictures = data_config(name="images", root=str(images(tmp_path / "images")), size=32)
+    above = replace(below, data=pictures, model=classes)
     whole, _ = train(above, data_of(above), tmp_path / "whole")
     frozen = OptimConfig(epochs=1, lr=1e-3, backbone_lr=0.0, weight_decay=0.0)
     config = replace(below, optim=frozen, init=str(tmp_path / "whole"))
     trained, _ = train(config, data_of(config), tmp_path / "below")
-    image = torch.randn(1, 1, 32, 32)
+    image = torch.randn(1, 3, 32, 32)
     with torch.no_grad():
         expected = whole.model.eval().feature_maps(image, [4], norm=False)[0]
         for module in (trained, load(tmp_path / "below")[2]):
@@ -105,8 +115,7 @@ def test_head_that_does_not_fit_the_data_raises_one_line(tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"^digits is for model\.head classify, got 'upernet'$"):
         train(digits, data_of(digits), tmp_path)
     classes = replace(config, model=replace(config.model, head="classify", head_channels=None))
-    heads = "upernet, mask2former, dino"
-    rule = rf"^scenes is for model\.head {heads}, got 'classify'$"
+    rule = r"^segments is for model\.head upernet, mask2former, got 'classify'$"
     with pytest.raises(ValueError, match=rule):
         train(classes, data_of(classes), tmp_path)
 
@@ -152,6 +161,8 @@ def two(rank: int, folder: Path, port: int) -> None:
 @pytest.fixture(scope="module")
 def by_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
+    for head in ("upernet", "dino"):
+        data_for(head)  # before both processes read it
     torch.multiprocessing.spawn(two, (folder, free_port()), nprocs=2)
     return folder
 

@@ -5,10 +5,12 @@ Losses, predictions and training of a detector are in `test_detection.py`.
 
 import math
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from miniatures import coco
 from torch import Tensor, nn
 from torchvision.ops import box_convert
 from transformers import DeformableDetrModel
@@ -281,17 +283,17 @@ def test_invalid_arguments_raise() -> None:
 
 
 @pytest.mark.slow
-def test_losses_decrease_on_scenes() -> None:
-    data = make_data(data_config(name="scenes", train_size=4, val_size=4, batch_size=4))
+def test_losses_decrease(tmp_path: Path) -> None:
+    data = make_data(data_config(name="coco", root=str(coco(tmp_path)), size=64, train_size=4, batch_size=4))
     data.setup()
-    scenes, targets = next(iter(data.train_dataloader()))
+    images, targets = next(iter(data.train_dataloader()))
     torch.manual_seed(0)
-    vit = ViT((64, 64), patch_size=16, in_channels=1, dim=32, depth=1, num_heads=2, encoding="mixed")
+    vit = ViT((64, 64), patch_size=16, in_channels=3, dim=32, depth=1, num_heads=2, encoding="mixed")
     model = DINO(Features(vit, pyramid=True, indices=(1, 2, 3), out_channels=16), data.classes, **SIZES)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     record = []
     for _ in range(12):
-        losses = model.losses(scenes, targets)
+        losses = model.losses(images, targets)
         optimizer.zero_grad()
         sum(losses.values()).backward()
         optimizer.step()

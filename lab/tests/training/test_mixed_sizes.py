@@ -190,7 +190,7 @@ def test_sizes_raise_for_dense_heads_and_time_series() -> None:
         ValueError, match=r"^--optim.train_sizes requires model.head classify, got 64, 96 with upernet$"
     ):
         RunConfig(
-            data=data_config("scenes"), model=ModelConfig(head="upernet"), optim=OptimConfig(train_sizes=[64, 96])
+            data=data_config("segments"), model=ModelConfig(head="upernet"), optim=OptimConfig(train_sizes=[64, 96])
         )
     data = data_of(small_run())
     data.axes, data.input_size = ("time",), (8,)

@@ -171,7 +171,7 @@ def test_data_without_a_lattice_have_the_studies_that_need_none() -> None:
         left_out = {"resolution", "pooling", "finetune", "attention", "dense"}
         assert {*suitable(name)} == {*STUDIES} - left_out
     assert {*STUDIES} - {*suitable("digits")} == {"dense"}
-    assert suitable("scenes") == ["dense"]
+    assert suitable("segments") == ["dense"]
 
 
 def run_config(folder: Path, **optim: Any) -> RunConfig:

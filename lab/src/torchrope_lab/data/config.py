@@ -114,7 +114,7 @@ class AugmentConfig(Augment):
         color_jitter: Maximum relative change of brightness, contrast and saturation (0.3 in DeiT-III).
         scale_jitter: Range of the random resize factor; a crop of at most `size` × `size` pixels follows. Factor 1
             makes the longer side `size` (Ghiasi et al., arXiv:2012.07177: 0.1 to 2), in "ade20k" and "segments" the
-            shorter side. Default: 0.5 to 2 for these two; no jitter and no crop for "scenes" and "coco".
+            shorter side. Default: 0.5 to 2 for these two; no jitter and no crop for "coco".
         multi_scale: Resize the shorter side at random to 60 to 100 % of `size` (480 to 800 pixels of 800), for half of
             the images after a crop of 48 to 75 % (384 to 600 pixels), as DETR (Carion et al., arXiv:2005.12872);
             excludes scale_jitter.
@@ -500,12 +500,6 @@ class PointsConfig(TokensConfig, FilesConfig):
         if self.axes == [] or len(set(named)) < len(named):
             rule = "--data.axes must name one column or more, and no column twice with features, label and example"
             raise ValueError(f"{rule}, got {','.join(named) or 'none'}")
-
-
-@data_set("scenes", "scenes:Scenes", size=64)
-@augmented("flip", "scale_jitter")
-class ScenesConfig(InMemoryConfig):
-    """Several digits on a canvas, with boxes and a map. Default: 2,000 training and 200 validation scenes."""
 
 
 @data_set("coco", "coco:Coco", size=800)

@@ -61,8 +61,8 @@ class DataModule(pl.LightningDataModule, ABC):
         tasks: "classify", "segment", "detect". Batches of the last two are lists, see `torchrope_lab.data.dense`.
         map_classes: Names of the classes of semantic maps, for "segment".
         val_batch_factor: Size of validation batches as a multiple of that of training batches.
-        other_sizes: Source of validation examples of another size: "drawn" (rendered) or "read" from their files at
-            that size, by `at_size`, or "resampled" from the crop at the training size.
+        other_sizes: Source of validation examples of another size: "read" from their files at that size, by `at_size`,
+            or "resampled" from the crop at the training size.
         generated: Whether examples are generated, so that there may be any number of them.
         views: Number of views per example in `test_dataloader`, over which logits are averaged; 1 for a single view.
         contents: Hashes of the examples' contents, if the source keeps any.
@@ -88,7 +88,7 @@ class DataModule(pl.LightningDataModule, ABC):
     tasks: tuple[str, ...] = ("classify",)
     map_classes: tuple[str, ...] = ()
     val_batch_factor: int = 4  # no gradients are kept, so more examples fit
-    other_sizes: Literal["drawn", "read", "resampled"] = "resampled"
+    other_sizes: Literal["read", "resampled"] = "resampled"
     generated: bool = False
     views: int = 1
     contents: Sequence[str] = ()
@@ -127,7 +127,7 @@ class DataModule(pl.LightningDataModule, ABC):
     def at_size(self, size: int) -> "DataModule | None":
         """Return the same validation examples with the same normalisation at another number of pixels per side.
 
-        They are rendered or read again at that size; None if they can only be resampled.
+        They are read again at that size; None if they can only be resampled.
         """
         return None
 
@@ -419,7 +419,7 @@ class DataModule(pl.LightningDataModule, ABC):
         assert self._unfolded is not None
         train, val = self._unfolded
         if isinstance(val, TensorSet):
-            self.other_sizes = "resampled"  # `at_size` draws or reads the original validation examples
+            self.other_sizes = "resampled"  # `at_size` reads the original validation examples
         return (
             train.with_examples([train, val], (~held_out).nonzero()[:, 0]),
             val.with_examples([train, val], held_out.nonzero()[:, 0]),

@@ -31,7 +31,7 @@ class InMemory(DataModule):
         return image_sets(*train, *val, getattr(self.config, "normalise", "measured"))
 
     def at_size(self, size: int) -> "InMemory | None":
-        """Return the validation examples drawn or read at another size; None if `other_sizes` is "resampled"."""
+        """Return the validation examples read at another size; None if `other_sizes` is "resampled"."""
         if self.other_sizes == "resampled":
             return None
         normalise = self._made_datasets()[1].normalise  # type: ignore[attr-defined]

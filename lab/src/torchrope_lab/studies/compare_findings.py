@@ -166,7 +166,7 @@ def _sizes(results: Results) -> Table | None:
 
 
 def _made_at(data: DataModule) -> str:
-    return {"drawn": "rendered at", "read": "read from their files at", "resampled": "resampled to"}[data.other_sizes]
+    return {"read": "read from their files at", "resampled": "resampled to"}[data.other_sizes]
 
 
 def _costs(results: Results) -> Table | None:

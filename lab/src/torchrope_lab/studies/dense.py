@@ -1,13 +1,12 @@
 """Semantic segmentation and object detection, also at larger sizes: mIoU and box AP (RoPE-ViT tables 1 to 4)."""
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 from torchrope_lab.conclusion import NOT_DIFFERENT, Interval, join_names, one_seed
 from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.data.scenes import SIZES, Scenes
 from torchrope_lab.results import Axis, Column, Figure, Findings, Pictures, Table
 from torchrope_lab.statistics import BootstrapEstimate, draw
 from torchrope_lab.studies.engine.config import LEARNED
@@ -55,20 +54,15 @@ class EvaluationSize(NamedTuple):
 
     Attributes:
         scale: Multiple of the training size.
-        title: "96 × 96", or "1.5 times".
-        data: Data with the validation images.
-        zoom: Factor by which images are enlarged first.
+        title: "1.5 times".
     """
 
     scale: float
     title: str
-    data: DataModule
-    zoom: float
 
-    @property
-    def where(self) -> str:
-        """Phrase within a sentence."""
-        return "at the training size" if self.scale == 1 else f"at {self.scale:g} times the training size"
+
+SIZES = tuple(EvaluationSize(scale, f"{scale:g} times") for scale in SCALES)
+"""The training size and larger ones, to which images are enlarged."""
 
 
 class Outcome(NamedTuple):
@@ -119,7 +113,6 @@ def find(lab: Lab) -> Findings:
     """Train every encoding with a head for each task of the data, and evaluate at several sizes."""
     tasks = [task for task in TASKS if task.name in lab.data.tasks]
     reference = lab.reference or LEARNED
-    sizes = sizes_of(lab.data)
     possible: list[tuple[Task, Sequence[Run]]] = []
     plans = [(task, runs_of(lab, task)) for task in tasks]  # a bad reference raises before any training
     for task, plan in plans:
@@ -130,15 +123,15 @@ def find(lab: Lab) -> Findings:
     outcomes = measured(lab, possible)
     estimates = [outcome.estimates(reference) for outcome in outcomes]
     return Findings(
-        answer=_answer(outcomes, sizes[-1], len(lab.seeds)),
+        answer=_answer(outcomes, len(lab.seeds)),
         tables=[
-            _table(outcome, sizes, other, values)
+            _table(outcome, other, values)
             for outcome, of_task in zip(outcomes, estimates, strict=True)
             for other, values in of_task.items()
             if values
         ],
-        figures=_figures(outcomes, sizes, reference, estimates),
-        pictures=[_pictures(outcome, sizes) for outcome in outcomes],
+        figures=_figures(outcomes, reference, estimates),
+        pictures=[_pictures(outcome, lab.data) for outcome in outcomes],
     )
 
 
@@ -149,25 +142,9 @@ def runs_of(lab: Lab, task: Task) -> list[Run]:
     return lab.runs(with_reference(lab, model=head), model=head)
 
 
-@lru_cache(maxsize=1)
-def sizes_of(data: DataModule) -> list[EvaluationSize]:
-    """Return the training size and larger ones: for scenes larger canvases with more digits, else enlarged images."""
-    if not isinstance(data, Scenes):
-        return [EvaluationSize(scale, f"{scale:g} times", data, scale) for scale in SCALES]
-    sizes = []
-    for scale in SCALES:
-        side = round(scale * data.input_size[0])
-        if side <= SIZES[1]:
-            larger = data if scale == 1 else data.at_size(side)
-            larger.setup()
-            sizes.append(EvaluationSize(scale, f"{side} × {side}", larger, 1.0))
-    return sizes
-
-
 def measured(lab: Lab, plans: Sequence[tuple[Task, Sequence[Run]]]) -> list[Outcome]:
     """Train the runs of each task, and evaluate them at several sizes."""
-    sizes = sizes_of(lab.data)
-    at_sizes = "-".join(["at", *(f"{size.scale:g}" for size in sizes), f"{PICTURED}-drawn"])
+    at_sizes = "-".join(["at", *(f"{size.scale:g}" for size in SIZES), f"{PICTURED}-drawn"])
     measures = {task.name: Measure(f"{task.name}-{at_sizes}", partial(evaluate, task=task)) for task, _ in plans}
     runs = [run for _, of_task in plans for run in of_task]
     trained = iter(lab.train(runs, lambda run: [measures[TASK_OF_HEAD[run.config.model.head]]]))
@@ -178,7 +155,7 @@ def measured(lab: Lab, plans: Sequence[tuple[Task, Sequence[Run]]]) -> list[Outc
         stored = {encoding: [run.measured(name)["sizes"] for run in group] for encoding, group in groups.items()}
         scores = {}
         for encoding, seeds in stored.items():
-            records = [[seed[at]["records"] for seed in seeds] for at in range(len(sizes))]
+            records = [[seed[at]["records"] for seed in seeds] for at in range(len(SIZES))]
             scores[encoding] = [draw([task.measure_of(seed) for seed in at], len(at[0])) for at in records]
         outcomes.append(Outcome(task, scores, groups, stored))
     return outcomes
@@ -191,37 +168,37 @@ def evaluate(model: Any, data: DataModule, *, task: Task) -> dict[str, Any]:
         `{"sizes": [{"records": ..., "overlays": ...}, ...]}`, one per size.
     """
     kept = []
-    for size in sizes_of(data):
+    for size in SIZES:
         records: list[dict[str, Any]] = []
         overlays: list[Overlay] = []
-        for image, target, found in predictions(model, task, size.data, size.zoom):
+        for image, target, found in predictions(model, task, data, size.scale):
             records.append(task.record(found, target))
             if len(overlays) < PICTURED:
-                overlays.append(task.overlay(found, image, size.data))
+                overlays.append(task.overlay(found, image, data))
         kept.append({"records": records, "overlays": overlays})
     return {"sizes": kept}
 
 
-def _table(outcome: Outcome, sizes: Sequence[EvaluationSize], other: str, values: Intervals) -> Table:
+def _table(outcome: Outcome, other: str, values: Intervals) -> Table:
     """Build the table of scores by size, or of leads over another encoding."""
     task, scores = outcome.task, outcome.scores
-    ends = {"first": 0, "last": len(sizes) - 1} if len(sizes) > 1 else {"first": 0}
+    ends = {"first": 0, "last": len(SIZES) - 1}
     ranked = {at: outcome.verdicts(at) for at in ends.values()}
     columns: list[Any] = [*name_columns()]
-    for at, size in enumerate(sizes):
+    for at, size in enumerate(SIZES):
         column = with_interval(f"at{at}", size.title, "points" if other else "%", 1)
         columns.append((column, lambda name, at=at: values[name][at]))
     if not other and len(next(iter(scores.values()))[0].on_all) > 1:
         columns.append((OVER_SEEDS, lambda name: spread((100 * scores[name][0].on_all).tolist())))
     for key, at in ends.items():
         verdict = (lambda name, at=at: verdict_of(values[name][at])) if other else ranked[at].get
-        columns.append((Column(key, f"Verdict at {sizes[at].title}"), verdict))
+        columns.append((Column(key, f"Verdict at {SIZES[at].title}"), verdict))
     title = f"{task.title}: {task.measure} {f'ahead of {other}' if other else 'by size'}"
     if other:
         note = f"Differences on the same images. {SIMULTANEOUS}{f' {WITH_SAME}' if other == MIXED else ''}"
         return table_of(title, columns, values, note)
     note = (
-        f"{task.about} Trained at {sizes[0].title}. Intervals are 95 % over the validation images. Encodings are tied "
+        f"{task.about} Trained at {SIZES[0].title}. Intervals are 95 % over the validation images. Encodings are tied "
         "if the interval of the difference on the same images contains 0, at 5 % over all pairs (Holm)."
     )
     return table_of(title, columns, ranked[0], note)
@@ -229,14 +206,13 @@ def _table(outcome: Outcome, sizes: Sequence[EvaluationSize], other: str, values
 
 def _figures(
     outcomes: Sequence[Outcome],
-    sizes: Sequence[EvaluationSize],
     reference: str,
     estimates: Sequence[Mapping[str, Intervals]],
 ) -> list[Figure]:
     measures, other = join_names([outcome.task.measure for outcome in outcomes]), described(reference)
     figures = (
         ("", "measures-by-size", f"{measures} by size", Axis("value", measures, "%"),
-         f"All are trained at {sizes[0].title}, 1 on the axis. Bands are 95 % intervals over images."),
+         f"All are trained at {SIZES[0].title}, 1 on the axis. Bands are 95 % intervals over images."),
         (other, "ahead-by-size", f"Ahead of {other}", Axis("value", "Ahead", "points"),
          f"Paired differences on the same images; zero is {described(reference, 'the')}."),
     )  # fmt: skip
@@ -247,20 +223,20 @@ def _figures(
             (encoding, f"{outcome.task.title}, {outcome.task.measure}", size.scale, interval)
             for outcome, of_task in zip(outcomes, estimates, strict=True)
             for encoding, intervals in of_task[key].items()
-            for size, interval in zip(sizes, intervals, strict=True)
+            for size, interval in zip(SIZES, intervals, strict=True)
         ]
         drawn.append(line_figure(scale, y, points, panel="panel", name=name, title=title, caption=caption))
     return [figure for figure in drawn if figure.rows]
 
 
-def _pictures(outcome: Outcome, sizes: Sequence[EvaluationSize]) -> Pictures:
+def _pictures(outcome: Outcome, data: DataModule) -> Pictures:
     task, rows = outcome.task, []
     drawn: list[Overlay] = []
-    for at, size in ((0, sizes[0]), (len(sizes) - 1, sizes[-1])):
+    for at, size in ((0, SIZES[0]), (len(SIZES) - 1, SIZES[-1])):
         shown = PICTURED if at == 0 else PICTURED - 1
-        for index, (image, target) in enumerate(islice(examples(size.data), shown)):
+        for index, (image, target) in enumerate(islice(examples(data), shown)):
             truth = {key: value for key, value in task.truth(target).items() if key != "scores"}
-            overlays = {"truth": task.overlay(truth, image, size.data)}
+            overlays = {"truth": task.overlay(truth, image, data)}
             overlays |= {name: Overlay(*seeds[0][at]["overlays"][index]) for name, seeds in outcome.measured.items()}
             drawn += overlays.values()
             panels = {name: overlay.png for name, overlay in overlays.items()}
@@ -271,14 +247,14 @@ def _pictures(outcome: Outcome, sizes: Sequence[EvaluationSize]) -> Pictures:
         alt=f"{len(rows)} validation images with the ground truth and the predictions with each encoding.",
         rows=rows,
         caption=f"The first validation images of each size. {task.shown}",
-        legend=legend(getattr(sizes[0].data, task.classes), drawn),
+        legend=legend(getattr(data, task.classes), drawn),
     )
 
 
-def _answer(outcomes: Sequence[Outcome], size: EvaluationSize, seeds: int) -> str:
+def _answer(outcomes: Sequence[Outcome], seeds: int) -> str:
     clauses = []
     for outcome in outcomes:
         (first, *others), score = outcome.best(-1)
         tied = f" ({len(others)} {NOT_DIFFERENT})" if others else ""
         clauses.append(f"{outcome.task.measure} is highest with {first}, {score}{tied}")
-    return f"{size.where[0].upper()}{size.where[1:]} {'; '.join(clauses)}.{one_seed(seeds)}"
+    return f"At {SCALES[-1]:g} times the training size {'; '.join(clauses)}.{one_seed(seeds)}"

@@ -21,7 +21,6 @@ Adapted = tuple[ViT | Swin, dict[str, Any]]
 METHODS = {"ntk": "NTK", "yarn": "YaRN", "interpolate": "interpolation"}
 RESCALED, GROWN = "positions in", "larger windows"
 HOW_SIZED = {
-    "drawn": "are rendered at every size, so that larger ones have more detail",
     "read": "are read from their files at every size, so that larger ones have the detail of the files",
     "resampled": "of other sizes are resampled from it, so that larger ones have no more detail, unlike in papers",
 }

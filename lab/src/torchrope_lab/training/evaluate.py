@@ -32,14 +32,13 @@ class SizeResult:
 
     Attributes:
         size: Extent along every axis.
-        inputs: Source of the inputs: "trained" (training size), "drawn" (rendered) or "read" at this size, or
-            "resampled" to it.
+        inputs: Source of the inputs: "trained" (training size), "read" at this size, or "resampled" to it.
         correct: 1.0 if the prediction is correct, else 0.0, `(examples,)`.
         enlarged: Number of examples whose originals have fewer pixels than this size.
     """
 
     size: tuple[int, ...]
-    inputs: Literal["trained", "drawn", "read", "resampled"]
+    inputs: Literal["trained", "read", "resampled"]
     correct: np.ndarray
     enlarged: int = 0
 
@@ -228,12 +227,12 @@ def windows_at(model: Model, size: Sequence[int], window_size: WindowSize | None
 
 
 def predict_at(model: nn.Module, data: DataModule, size: tuple[int, ...], **options: Any) -> tuple[Tensor, Tensor]:
-    """Compute labels and logits as `predict` does, of inputs drawn or read at a size if possible, else resampled."""
+    """Compute labels and logits as `predict` does, of inputs read at a size if possible, else resampled."""
     return predict(model, data_at_size(data, size) or data, partial(resize, size=size), **options)
 
 
 def data_at_size(data: DataModule, size: tuple[int, ...]) -> DataModule | None:
-    """Return the data with validation examples rendered or read at a size; None if they can only be resampled."""
+    """Return the data with validation examples read at a size; None if they can only be resampled."""
     if tuple(size) == tuple(data.input_size):
         return data
     other = None if data.other_sizes == "resampled" else data.at_size(size[-1])
