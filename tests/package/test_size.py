@@ -17,9 +17,9 @@ LINES = {
     "src/torchrope": 22014,
     "src/torchrope/ops": 6740,
     "src/torchrope/integrations": 6128,
-    "lab/src": 27976,
+    "lab/src": 27954,
     "tests": 23852,
-    "lab/tests": 23177,
+    "lab/tests": 23053,
     "benchmarks": 4500,
     "examples": 1000,
 }

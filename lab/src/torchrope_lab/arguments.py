@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, get_args, get_origin
 
 from torchrope_lab.data.config import DATA_NAMES
+from torchrope_lab.mistakes import Mistake
 from torchrope_lab.schema import convert, without_rules
 from torchrope_lab.spelling import closest, suggestion
 
@@ -69,7 +70,7 @@ class ShowHelp(argparse._HelpAction):
         """Print the help without the options that a section does not have, and exit."""
         groups = sorted({action.dest.partition(".")[0] for action in parser._actions if "." in action.dest})
         if section not in (None, "all", *groups):
-            raise ValueError(f"--help takes {', '.join(['all', *groups])} or nothing, got {section!r}")
+            raise Mistake(f"--help takes {', '.join(['all', *groups])} or nothing, got {section!r}")
         for action in parser._actions:
             if section is None:
                 special = action.dest.partition(".")[0] in {*self.settings, *groups} or _PRINT in action.option_strings

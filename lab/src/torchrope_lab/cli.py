@@ -17,7 +17,7 @@ from torchrope_lab import recipes
 from torchrope_lab.arguments import as_list, nearest
 from torchrope_lab.data.config import with_crop_ratio
 from torchrope_lab.files import EVALUATION
-from torchrope_lab.mistakes import is_mistake
+from torchrope_lab.mistakes import Mistake, is_mistake
 from torchrope_lab.options import REPLACED, Parsed, parse
 from torchrope_lab.schema import Fraction, PositiveFloat, PositiveInt
 
@@ -264,12 +264,12 @@ def _with_names_first(arguments: list[str]) -> list[str]:
         for name in arguments[0].split(","):
             if name not in (*STUDIES, "all") and ":" not in name:
                 rule = f"studies are {', '.join(STUDIES)}, or mypackage.module:STUDY"
-                raise ValueError(f"{rule}, got {name!r}{nearest(name, STUDIES)}")
+                raise Mistake(f"{rule}, got {name!r}{nearest(name, STUDIES)}")
         return arguments
     if {"-h", "--help"} & {*arguments}:
         return ["", *arguments]
     rule = f"the name of a study must come first: {', '.join(STUDIES)}, or all"
-    raise ValueError(f"{rule}; got {shlex.join(arguments) or 'none'}")
+    raise Mistake(f"{rule}; got {shlex.join(arguments) or 'none'}")
 
 
 def _parse_train(arguments: Sequence[str]) -> Parsed[Any]:
@@ -318,11 +318,11 @@ def _train(arguments: list[str]) -> int:
         progress = print_epochs(config.optim.epochs) if shown else None
         module, history = train(config, data, out, on_epoch=progress, **trainer)
     except MisconfigurationException as error:
-        raise ValueError(f"--trainer options must fit this machine, got: {error}") from error
+        raise Mistake(f"--trainer options must fit this machine, got: {error}") from error
     if not history.rows:
         limits = [parsed.given[name] for name in _LIMITS if name in parsed.given]
         limited = ", ".join(f"{each.name} {each.value}" for each in limits)
-        raise ValueError(f"training must finish one epoch or more, got none with {limited or 'these options'}")
+        raise Mistake(f"training must finish one epoch or more, got none with {limited or 'these options'}")
     if getattr(rank_zero_only, "rank", 0) == 0:
         if config.model.task == "classify":
             data.trainer = None  # this process evaluates all examples
@@ -342,7 +342,7 @@ def _find_encodings_of(parsed: Parsed[Any], setting: str) -> None:
         try:
             resolve_encoding(name)
         except ValueError as error:
-            raise ValueError(f"{option}: {error}") from None
+            raise Mistake(f"{option}: {error}") from None
 
 
 def _add_evaluate_options(parser: Any) -> None:
@@ -424,7 +424,7 @@ def _refuse(parsed: Parsed[Any], settings: Sequence[str], rule: str) -> None:
     """Raise ValueError if one of these options is given."""
     for setting in parsed.given:
         if setting.partition(".")[0] in settings:
-            raise ValueError(f"{parsed.name(setting)} is for {rule}")
+            raise Mistake(f"{parsed.name(setting)} is for {rule}")
 
 
 def _evaluate_checkpoint(parsed: Parsed[Any]) -> tuple[Any, dict[str, Any]]:
@@ -435,7 +435,7 @@ def _evaluate_checkpoint(parsed: Parsed[Any]) -> tuple[Any, dict[str, Any]]:
     _refuse(parsed, _OF_SEGMENTATION, "semantic segmentation, got the file of a classifier's checkpoint")
     given = [name.removeprefix("data.") for name in parsed.given if name.startswith("data.")]
     if not given:
-        raise ValueError(f"evaluating the checkpoint {options.folder} requires --data NAME")
+        raise Mistake(f"evaluating the checkpoint {options.folder} requires --data NAME")
     if options.crop_ratio is not None:
         config = with_crop_ratio(config, options.crop_ratio)
     load_options = dict(map(_load_option, options.load))
@@ -450,7 +450,7 @@ def _load_option(text: str) -> tuple[str, Any]:
     """Parse NAME=VALUE of --load; a value is a JSON number, a list as A,B, or text."""
     name, equals, value = text.partition("=")
     if not equals:
-        raise ValueError(f"--load must be NAME=VALUE as in input_size=224, got {text!r}")
+        raise Mistake(f"--load must be NAME=VALUE as in input_size=224, got {text!r}")
     values = as_list(value)
     return name, values[0] if len(values) == 1 else tuple(values)
 
@@ -471,9 +471,9 @@ def _measured(parsed: Parsed[Any], model: Any, data: Any) -> dict[str, Any]:
         else:
             sizes = scaled_sizes(data, model.embed.patch_size, SCALES)
         if options.sizes and not data.lattice:
-            raise ValueError(f"sizes is for data on a lattice, got {data.name}")
+            raise Mistake(f"sizes is for data on a lattice, got {data.name}")
     except ValueError as error:
-        raise ValueError(parsed.name_first(str(error))) from None
+        raise Mistake(parsed.name_first(str(error))) from None
     given = {"crop_ratio": options.crop_ratio, "window_size": options.window_size}
     given |= {"positions": "range"} if options.positions == "range" else {}
     measures = evaluate(model, data, sizes, options.window_size).measures()
@@ -507,7 +507,7 @@ def _recipes(arguments: list[str]) -> int:
     names = recipes.names()
     if name is not None:
         if name not in names:
-            raise ValueError(f"NAME must be one that `torchrope recipes` lists, got {name!r}{nearest(name, names)}")
+            raise Mistake(f"NAME must be one that `torchrope recipes` lists, got {name!r}{nearest(name, names)}")
         from torchrope_lab.studies.engine.published import cite, results_of
 
         recipe = recipes.find(name)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any, Literal, NamedTuple, get_args
 
-from torchrope_lab.schema import ClosedUnit, Fraction, PositiveInt, build, require
+from torchrope_lab.schema import ClosedUnit, Fraction, PositiveInt, build
 
 Kind = Literal["best", "tied", "cheaper", "position-irrelevant", "nothing-learned", "cannot-tell"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -78,9 +78,6 @@ class Conclusion:
         balanced: Mean over classes of the accuracy on each, by name; empty if classes have about equal sizes.
         tested: As `gaps`, with intervals of the level at which Holm's procedure ends: one excludes 0 if and only if its
             difference is significant. The sentence quotes them; empty for conclusions stored without them.
-
-    Raises:
-        ValueError: a value is out of range or contradicts another.
     """
 
     kind: Kind
@@ -101,38 +98,6 @@ class Conclusion:
     epochs: PositiveInt | None = None
     balanced: dict[str, ClosedUnit] = field(default_factory=dict)
     tested: dict[str, Interval] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        named = [*([] if self.best is None else [self.best]), *self.tied, *self.behind]
-        require(sorted(named) == sorted(self.intervals), "best, tied and behind must be the names of intervals", named)
-        for name, (low, high) in self.intervals.items():
-            require(0 <= low <= high <= 1, f"intervals of {name!r} must be from 0 to 1, the lower end first", low)
-        for name, each in [*self.gains.items(), *self.gaps.items(), *self.tested.items()]:
-            ordered = -1 <= each.low <= each.high <= 1 and -1 <= each.estimate <= 1
-            require(ordered, f"gains, gaps and tested of {name!r} must be an estimate and the ends, from -1 to 1", each)
-        for what in ("gains", "gaps", "converged", "balanced", "tested"):
-            unknown = set(getattr(self, what)) - set(self.intervals)
-            require(not unknown, f"{what} must be of names that have intervals", unknown)
-        same = not self.tested or set(self.tested) == set(self.gaps)
-        require(same, "tested must be empty or of the names of gaps", list(self.tested))
-        rule = f"best, tied, behind, cheapest, gains and gaps must fit the kind {self.kind}"
-        require(self._fits_kind(), rule, (self.best, self.tied, self.behind, self.cheapest))
-
-    def _fits_kind(self) -> bool:
-        """Return whether the fields fit the kind."""
-        if self.kind == "nothing-learned":
-            return self.best is None and not self.behind and self.cheapest is None and not self.gaps
-        if self.best is None or set(self.gaps) != set(self.intervals) - {self.best}:
-            return False
-        if self.kind == "cheaper":
-            return bool(self.tied) and self.cheapest in (self.best, *self.tied)
-        fits = {
-            "best": bool(self.behind) and not self.tied,
-            "tied": bool(self.tied),
-            "position-irrelevant": bool(self.gains) and BASELINE in self.intervals,
-            "cannot-tell": not self.behind,
-        }
-        return self.cheapest is None and fits.get(self.kind, False)
 
     @property
     def rising(self) -> list[str]:

@@ -21,6 +21,7 @@ from torchrope.encodings import (
     parse_encoding,
     register_encoding,
 )
+from torchrope_lab.mistakes import Mistake, as_mistake
 from torchrope_lab.modules import NAME, find_object, load_module, loaded_module, near_name
 
 _KINDS: dict[type, tuple[str, ...]] = {
@@ -31,6 +32,7 @@ _KINDS: dict[type, tuple[str, ...]] = {
 """Base classes of user-defined encodings, and the keyword arguments that each is built with."""
 
 
+@as_mistake()
 def resolve_encoding(name: str) -> Choice:
     """Parse a name as `torchrope.parse_encoding` does, also classes of loaded modules as "mypackage.module:Class".
 
@@ -89,14 +91,14 @@ def _builder(module: str, name: str) -> Any:
         kinds = "Encoding, AbsoluteEncoding or ScoreBias of torchrope.encodings"
         what = "an unrelated class" if isinstance(found, type) else type(found).__name__
         near = near_name(name, (each for each, value in loaded.items() if _is_encoding(value)))
-        raise ValueError(f"{full} must be a subclass of {kinds}, got {what}{near}")
+        raise Mistake(f"{full} must be a subclass of {kinds}, got {what}{near}")
     if inspect.isabstract(found):
         missing = ", ".join(sorted(found.__abstractmethods__))
-        raise ValueError(f"{full} must implement all abstract methods, got a class without {missing}")
+        raise Mistake(f"{full} must implement all abstract methods, got a class without {missing}")
     try:
         inspect.signature(found).bind(**dict.fromkeys(_KINDS[kind]))
     except TypeError as error:
-        raise ValueError(f"{full} must be built from {', '.join(_KINDS[kind])} only, got: {error}") from None
+        raise Mistake(f"{full} must be built from {', '.join(_KINDS[kind])} only, got: {error}") from None
     return found
 
 
@@ -111,6 +113,6 @@ def _check_colon(name: str) -> None:
             continue
         module, dot, kind = part.strip().partition(":")[0].rpartition(".")
         if dot and module and kind:
-            raise ValueError(
+            raise Mistake(
                 f"a user-defined encoding is named module:Class, got {part!r}; did you mean '{module}:{kind}'?"
             )

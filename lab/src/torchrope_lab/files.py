@@ -8,6 +8,8 @@ from csv import DictReader
 from pathlib import Path
 from typing import Any
 
+from torchrope_lab.mistakes import Mistake
+
 CURVE = "curve.csv"
 EVALUATION = "evaluation.json"
 LONGEST = 60
@@ -87,12 +89,12 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         value = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
     except OSError as error:
-        raise ValueError(f"{what} must be a readable file, got {path}: {error.strerror}") from None
+        raise Mistake(f"{what} must be a readable file, got {path}: {error.strerror}") from None
     except Exception as error:  # UnicodeDecodeError, JSONDecodeError, YAMLError
-        raise ValueError(f"{what} must be valid JSON or YAML, got {path}: {' '.join(str(error).split())}") from None
+        raise Mistake(f"{what} must be valid JSON or YAML, got {path}: {' '.join(str(error).split())}") from None
     if not isinstance(value, dict):
         held = "nothing" if value is None else type(value).__name__
-        raise ValueError(f"{what} must hold named settings, got {path} with {held}")
+        raise Mistake(f"{what} must hold named settings, got {path} with {held}")
     return value
 
 
@@ -121,7 +123,7 @@ def parse_json(text: str, parse_constant: Callable[[str], Any] | None = None) ->
     try:
         value = json.loads(text, parse_constant=parse_constant)
     except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
+        raise Mistake(_TOO_DEEP) from None
     _check_bounds([value], MAX_DEPTH)
     return value
 
@@ -142,9 +144,9 @@ def parse_yaml(text: str, load: Callable[[str], Any] | None = None) -> Any:
     try:
         node = yaml.compose(text, yaml.SafeLoader)
     except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
+        raise Mistake(_TOO_DEEP) from None
     if node is not None and _count_nodes(node, {}) > MAX_NODES:
-        raise ValueError(f"values must be at most {MAX_NODES} with aliases expanded, got more")
+        raise Mistake(f"values must be at most {MAX_NODES} with aliases expanded, got more")
     value = (load or yaml.safe_load)(text)
     _check_bounds([value], MAX_DEPTH)
     return value
@@ -159,7 +161,7 @@ def _count_nodes(node: Any, counts: dict[Any, int]) -> int:
         parts = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
         counts[node] = 1 + sum(_count_nodes(part, counts) for part in parts)
     if not counts[node]:
-        raise ValueError(
+        raise Mistake(
             f"a value must not contain itself, got an alias of an ancestor in line {node.start_mark.line + 1}"
         )
     return counts[node]
@@ -170,7 +172,7 @@ def _check_bounds(values: Any, levels: int) -> None:
     for value in values:
         if isinstance(value, dict | list):
             if not levels:
-                raise ValueError(_TOO_DEEP)
+                raise Mistake(_TOO_DEEP)
             _check_bounds(value.values() if isinstance(value, dict) else value, levels - 1)
         elif isinstance(value, int) and not -(2**63) <= value < 2**64:
-            raise ValueError(f"integers must fit into 64 bits, got one of {value.bit_length()}")
+            raise Mistake(f"integers must fit into 64 bits, got one of {value.bit_length()}")

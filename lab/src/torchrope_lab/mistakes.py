@@ -1,22 +1,30 @@
 """Tell a user's mistake, which is reported in one line, from a bug, which keeps its traceback."""
 
-import dis
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Mistake(ValueError):
+    """Raised by a check of what a user typed, or of a user's files."""
+
+    def __init__(self, message: str) -> None:
+        # A DataLoader worker prefixes its traceback; the original message follows the name of this class.
+        super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
+
+
+@contextmanager
+def as_mistake() -> Iterator[None]:
+    """Raise `Mistake` for the ValueError with which torchrope or Lightning refuses what a user chose."""
+    try:
+        yield
+    except Mistake:
+        raise
+    except ValueError as error:
+        raise Mistake(str(error)) from error
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Return whether an error is a user's and not a bug: of a file, a missing package, or raised by a check.
-
-    A check is a raise statement of torchrope or of Lightning, which checks the options of its Trainer.
-    """
-    if isinstance(error, OSError):
-        return True
+    """Return whether an error is a user's and not a bug: a `Mistake`, or of a file or a missing package."""
     if isinstance(error, ModuleNotFoundError):
         return error.name is not None and not error.name.startswith("torchrope")
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if not isinstance(error, ValueError) or trace is None:
-        return False
-    package = trace.tb_frame.f_globals["__name__"].partition(".")[0]
-    raises = trace.tb_frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
-    return raises and package in ("torchrope", "torchrope_lab", "pytorch_lightning", "lightning_fabric")
+    return isinstance(error, OSError | Mistake)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
+from torchrope_lab.mistakes import Mistake
 from torchrope_lab.spelling import closest, suggestion
 
 NAME = re.compile(r"(?!(?:hf|webdataset):)([^:]+\.py|(?:[^\W\d]\w*\.)*[^\W\d]\w*):([^\W\d][\w-]*)")
@@ -46,7 +47,7 @@ def load_module(name: str, allow: Sequence[str] | None = None) -> None:
         _run_file(module) if module.endswith(".py") else importlib.import_module(module)
     except Exception as error:  # user code may raise anything
         rule = f"user-defined names must be in a module that can be imported, got {module}"
-        raise ValueError(f"{rule}: {_describe_error(error)}{_near_module(module, error)}") from error
+        raise Mistake(f"{rule}: {_describe_error(error)}{_near_module(module, error)}") from error
     finally:
         if added and here in sys.path:
             sys.path.remove(here)
@@ -60,7 +61,7 @@ def loaded_module(name: str) -> ModuleType:
     """
     module = name.partition(":")[0]
     if _key(module) not in sys.modules:
-        raise ValueError(f"{name!r} is imported only if the command line names it: add --allow {module}")
+        raise Mistake(f"{name!r} is imported only if the command line names it: add --allow {module}")
     return sys.modules[_key(module)]
 
 
@@ -79,7 +80,7 @@ def find_object(name: str, what: str, suitable: Callable[[Any], bool]) -> Any:
     objects = vars(loaded_module(name))
     if attribute not in objects:
         near = near_name(attribute, (key for key, value in objects.items() if suitable(value)))
-        raise ValueError(f"{module} has no {what} {attribute}{near}")
+        raise Mistake(f"{module} has no {what} {attribute}{near}")
     return objects[attribute]
 
 

@@ -23,6 +23,7 @@ from torchrope_lab.arguments import (
 )
 from torchrope_lab.data.config import DataConfig, data_sets_with, settings_of
 from torchrope_lab.files import parse_yaml, read_mapping
+from torchrope_lab.mistakes import Mistake
 from torchrope_lab.modules import load_module
 from torchrope_lab.schema import build, convert
 from torchrope_lab.training.config import flat
@@ -122,7 +123,7 @@ def parse(
     try:
         options = parser.parse_args(list(arguments))
     except ArgumentError as error:
-        raise ValueError(explain(str(error), parser, everything, kinds, _ALLOWED)) from None
+        raise Mistake(explain(str(error), parser, everything, kinds, _ALLOWED)) from None
     for name in kinds.keys() - get_type_hints(config).keys() if is_dataclass(config) else kinds:
         if "." not in name and options[name] is not None:
             convert(kinds[name], options[name], _name(name, everything))
@@ -133,7 +134,7 @@ def parse(
     try:
         built: Any = build(config, settings, "") if is_dataclass(config) else None
     except ValueError as error:
-        raise ValueError(_with_option(str(error), everything, kinds)) from None
+        raise Mistake(_with_option(str(error), everything, kinds)) from None
     return Parsed(
         config=built,
         options=parser.instantiate(options),
@@ -204,7 +205,7 @@ def given_settings(arguments: Sequence[str], config: type) -> dict[str, Given]:
     recipe, names = given.get("recipe"), recipes.names()
     if recipe is not None and recipe.value not in (None, *names):
         rule = f"{recipe.name} must be a name that `torchrope recipes` lists"
-        raise ValueError(f"{rule}, got {recipe.value!r}{nearest(str(recipe.value), names)}")
+        raise Mistake(f"{rule}, got {recipe.value!r}{nearest(str(recipe.value), names)}")
     return given
 
 
@@ -214,7 +215,7 @@ def _data_settings(name: str, given: Given, allow: Sequence[str]) -> type[DataCo
         load_module(name, None if given.typed else allow)
         return settings_of(name)
     except ValueError as error:
-        raise ValueError(str(error).replace("--data", given.name, 1)) from None
+        raise Mistake(str(error).replace("--data", given.name, 1)) from None
 
 
 def _add_settings(parser: Any, config: type, data: type[DataConfig]) -> None:
@@ -244,9 +245,9 @@ def _check(given: dict[str, Given], parser: Any) -> None:
         above = [name.rsplit(".", count)[0] for count in range(1, name.count("."))]
         known = each.name in options if each.typed else name in settings
         if not known and not any(part in settings and part.startswith("trainer.") for part in above):
-            raise ValueError(_unknown(name, given, parser))
+            raise Mistake(_unknown(name, given, parser))
         if name in groups and not each.typed:
-            raise ValueError(f"{each.name} must hold named settings, got {each.value!r}")
+            raise Mistake(f"{each.name} must hold named settings, got {each.value!r}")
 
 
 def _unknown(name: str, given: dict[str, Given], parser: Any) -> str:

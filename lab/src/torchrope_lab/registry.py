@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrope_lab.data.config import NAMES_DENSE, DataConfig, settings_of
+from torchrope_lab.mistakes import Mistake
 from torchrope_lab.results import Findings
 
 DEFAULT_ENCODINGS = ("none", "learned", "axial", "mixed", "liere:8", "liere", "comrope-ld")
@@ -214,4 +215,4 @@ def check_supported(studies: Sequence[Study], setting: str, option: str | None =
     if not any(setting in study.optional_settings for study in studies):
         supporting = [name for name, study in STUDIES.items() if setting in study.optional_settings]
         names = ", ".join(study.name for study in studies)
-        raise ValueError(f"{option or setting} is for the studies {', '.join(supporting)}, got {names}")
+        raise Mistake(f"{option or setting} is for the studies {', '.join(supporting)}, got {names}")

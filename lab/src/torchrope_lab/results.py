@@ -1,7 +1,7 @@
 """Schema of the results of comparisons and studies: dataclasses that are stored as JSON.
 
 `StudyResult.write` writes them and `StudyResult.read` reads them. A file is checked against the dataclasses when it is
-read, so that a damaged or hostile file raises an error of one line that names the entry.
+read, so that a damaged file raises an error of one line that names the entry.
 """
 
 import json
@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from torchrope_lab.conclusion import Conclusion
 from torchrope_lab.files import read_mapping
+from torchrope_lab.mistakes import Mistake
 from torchrope_lab.schema import PositiveInt, build, require, short
 
 Value = float | int | str | bool | None
@@ -21,8 +22,6 @@ Row = Mapping[str, Value]
 
 SCHEMA = 1
 _NOT_ALLOWED_IN_HTML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
-_PNG = re.compile("iVBORw0KGgo[A-Za-z0-9+/]{21,}={0,2}")
-_COLOUR = re.compile("#[0-9a-f]{6}")
 _LARGEST = 1e300  # larger values overflow in plots
 
 
@@ -63,12 +62,6 @@ class Table:
     rows: Sequence[Row]
     source: str = ""
     note: str = ""
-
-    def __post_init__(self) -> None:
-        if not self.columns:
-            raise ValueError(f"table {short(self.title)} must have 1 column or more, got 0")
-        ends = [key for column in self.columns for key in (column.low, column.high) if key]
-        _check_rows(self.rows, [*(column.key for column in self.columns), *ends], ends, self.title)
 
 
 @dataclass(frozen=True)
@@ -123,17 +116,6 @@ class Figure:
     colour: Axis | None = None
     caption: str = ""
 
-    def __post_init__(self) -> None:
-        if (self.kind == "cells") != (self.colour is not None):
-            raise ValueError(
-                f"colour is for kind cells, which requires it, got kind {self.kind!r} of {short(self.name)}"
-            )
-        axes = [axis for axis in (self.x, self.y, self.colour) if axis]
-        ends = [key for key in (self.low, self.high) if key]
-        named = [key for key in (self.series, self.panel) if key]
-        numbers = [*(axis.key for axis in axes if axis.scale != "category"), *ends]
-        _check_rows(self.rows, [*(axis.key for axis in axes), *named, *ends], numbers, self.name)
-
 
 @dataclass(frozen=True)
 class Picture:
@@ -149,13 +131,6 @@ class Picture:
     title: str
     image: str
     panels: Mapping[str, str]
-
-    def __post_init__(self) -> None:
-        for file in (self.image, *filter(None, self.panels.values())):
-            if not _PNG.fullmatch(file):
-                raise ValueError(f"images must be PNG in base64, got {short(file)}")
-        if 0 in self.size:
-            raise ValueError(f"an image must have pixels, got {self.size[0]} × {self.size[1]}")
 
     @property
     def size(self) -> tuple[int, int]:
@@ -184,11 +159,6 @@ class Pictures:
     caption: str = ""
     legend: Mapping[str, str] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        for colour in self.legend.values():
-            if not _COLOUR.fullmatch(colour):
-                raise ValueError(f"colours must be six hexadecimal digits after #, got {short(colour)}")
-
 
 @dataclass(frozen=True)
 class Findings:
@@ -214,7 +184,7 @@ class Findings:
     def __post_init__(self) -> None:
         names = [*(figure.name for figure in self.figures), *(pictures.name for pictures in self.pictures)]
         if len(set(names)) < len(names):
-            raise ValueError(f"figures must have different names, got {short(names)}")
+            raise Mistake(f"figures must have different names, got {short(names)}")
 
     def plain(self) -> dict[str, Any]:
         """Return dicts, lists, numbers and strings; NaN and infinity become None."""
@@ -258,9 +228,6 @@ class TrainedFacts:
         runs: Number of runs.
         date: Date, or the first and the last.
         torchrope, commit, versions, machine: Values of `provenance`, of the processes that trained.
-
-    Raises:
-        ValueError: the memory of the machine is no number.
     """
 
     runs: PositiveInt
@@ -269,9 +236,6 @@ class TrainedFacts:
     commit: str | None = None
     versions: Row | None = None
     machine: Row | None = None
-
-    def __post_init__(self) -> None:
-        _check_memory(self.machine)
 
 
 @dataclass(frozen=True)
@@ -285,9 +249,6 @@ class RunFacts:
         config: All settings.
         torchrope, commit, versions, machine: Values of `provenance`, of the process that wrote the results.
         trained: The same of the training runs, for each machine and state of the code.
-
-    Raises:
-        ValueError: the memory of the machine is no number.
     """
 
     command: str | None = None
@@ -299,9 +260,6 @@ class RunFacts:
     versions: Row | None = None
     machine: Row | None = None
     trained: Sequence[TrainedFacts] = ()
-
-    def __post_init__(self) -> None:
-        _check_memory(self.machine)
 
 
 @dataclass(frozen=True)
@@ -361,7 +319,7 @@ class StudyResult:
             require(stored.get("schema") == SCHEMA, f"schema must be {SCHEMA!r}", repr(stored.get("schema")))
             return build(StudyResult, stored, "study")
         except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
+            raise Mistake(f"{path}: {error}") from None
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -370,25 +328,6 @@ def write_json(path: Path, value: Any) -> None:
 
     text = json.dumps(clean(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     write_whole(path, text + "\n")
-
-
-def _check_memory(machine: Row | None) -> None:
-    """Raise ValueError unless the memory of a machine is a number or None."""
-    memory = (machine or {}).get("memory_gb")
-    is_number = isinstance(memory, int | float | None) and not isinstance(memory, bool)
-    require(is_number, "machine.memory_gb must be a number", repr(memory))
-
-
-def _check_rows(rows: Sequence[Row], keys: Sequence[str], numbers: Sequence[str], of: str) -> None:
-    """Raise ValueError unless every row has the keys, with numbers or None under those that are drawn."""
-    for index, row in enumerate(rows):
-        if missing := [key for key in keys if key not in row]:
-            rule = f"rows of {short(of)} must have {', '.join(dict.fromkeys(keys))}"
-            raise ValueError(f"{rule}, got rows[{index}] without {missing[0]}")
-        for key in numbers:
-            value = row[key]
-            if isinstance(value, bool) or not isinstance(value, int | float | None):
-                raise ValueError(f"rows[{index}].{key} of {short(of)} must be a number, got {short(value)}")
 
 
 def clean(value: Any) -> Any:

@@ -9,6 +9,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, make_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from torchrope_lab.mistakes import Mistake
 from torchrope_lab.spelling import closest, suggestion
 
 Kind = TypeVar("Kind")
@@ -89,13 +90,13 @@ def build(kind: type[Kind], value: Any, where: str, *, strict: bool = False) -> 
     names = {attribute.name: attribute for attribute in fields(kind)}  # type: ignore[arg-type]
     above = f"{where}." if where else ""
     if unknown := [name for name in value if strict and name not in names]:
-        raise ValueError(f"{above}{unknown[0]} must be one of {', '.join(names)}")
+        raise Mistake(f"{above}{unknown[0]} must be one of {', '.join(names)}")
     given = {}
     for name, attribute in names.items():
         optional = attribute.default is not MISSING or attribute.default_factory is not MISSING
         stored = value.get(name)
         if name not in value and not optional:
-            raise ValueError(f"{where} must have {name!r}, got {short(sorted(value))}")
+            raise Mistake(f"{where} must have {name!r}, got {short(sorted(value))}")
         if stored is not None or (name in value and (not optional or NoneType in get_args(hints[name]))):
             given[name] = convert(hints[name], stored, f"{above}{name}", strict=strict)
     try:
@@ -103,7 +104,7 @@ def build(kind: type[Kind], value: Any, where: str, *, strict: bool = False) -> 
     except ValueError as error:
         if str(error).startswith("--"):
             raise
-        raise ValueError(f"{above}{error}" if issubclass(kind, Settings) else f"{where}: {error}") from None
+        raise Mistake(f"{above}{error}" if issubclass(kind, Settings) else f"{where}: {error}") from None
 
 
 def check_type(value: Any, kind: type, where: str) -> None:
@@ -111,17 +112,17 @@ def check_type(value: Any, kind: type, where: str) -> None:
     accepted = (int, float) if kind is float else kind
     is_bool_for_number = isinstance(value, bool) and kind is not bool
     if not isinstance(value, accepted) or is_bool_for_number:
-        raise ValueError(f"{where} must be {_WORDS.get(kind, kind.__name__)}, got {short(value)}")
+        raise Mistake(f"{where} must be {_WORDS.get(kind, kind.__name__)}, got {short(value)}")
     if isinstance(value, int | float):
         largest = _LARGEST[float if isinstance(value, float) else int]
         if not abs(value) <= largest:  # also rejects NaN
-            raise ValueError(f"{where} must be within ±{largest:g}, got {short(value)}")
+            raise Mistake(f"{where} must be within ±{largest:g}, got {short(value)}")
 
 
 def require(holds: bool, rule: str, value: Any) -> None:
     """Raise ValueError with a rule and a value unless the rule holds; text is shown without quotes."""
     if not holds:
-        raise ValueError(f"{rule}, got {value if isinstance(value, str) else short(value)}")
+        raise Mistake(f"{rule}, got {value if isinstance(value, str) else short(value)}")
 
 
 def short(value: Any) -> str:
@@ -151,7 +152,7 @@ def convert(hint: Any, value: Any, where: str, *, strict: bool = False) -> Any:
             if isinstance(rule, Rule) and not rule.holds(converted):
                 names = isinstance(converted, list) and converted and all(isinstance(item, str) for item in converted)
                 got = ",".join(converted) if names else short(converted)
-                raise ValueError(f"{where} must be {rule.text}, got {got}")
+                raise Mistake(f"{where} must be {rule.text}, got {got}")
         return converted
     if isinstance(hint, type) and is_dataclass(hint):
         return value if isinstance(value, hint) else build(hint, value, where, strict=strict)
@@ -162,16 +163,16 @@ def convert(hint: Any, value: Any, where: str, *, strict: bool = False) -> Any:
             names = [name for name in inner if isinstance(name, str)]
             near = suggestion(closest(value, names, cutoff=0.6)) if isinstance(value, str) else ""
             one_of = "one of " if len(inner) > 1 else ""
-            raise ValueError(f"{where} must be {one_of}{', '.join(map(str, inner))}, got {short(value)}{near}")
+            raise Mistake(f"{where} must be {one_of}{', '.join(map(str, inner))}, got {short(value)}{near}")
         return value
     named = isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields")
     if named or origin in (Sequence, list, tuple):
         if not isinstance(value, list | tuple):
-            raise ValueError(f"{where} must be a list, got {short(value)}")
+            raise Mistake(f"{where} must be a list, got {short(value)}")
         kinds = [*get_type_hints(hint).values()] if named else inner
         if (named or origin is tuple) and kinds[-1] is not ...:
             if len(value) != len(kinds):
-                raise ValueError(f"{where} must be {len(kinds)} values, got {short(value)}")
+                raise Mistake(f"{where} must be {len(kinds)} values, got {short(value)}")
         else:
             kinds = [kinds[0]] * len(value)
         pairs = enumerate(zip(kinds, value, strict=True))
@@ -196,7 +197,7 @@ def _convert_union(kinds: Sequence[Any], value: Any, where: str, strict: bool) -
     others = [kind for kind in kinds if kind is not NoneType]
     if len(others) > 1 and set(others) <= _SCALARS:
         if not isinstance(value, tuple(others)):
-            raise ValueError(f"{where} must be a number, text, true, false or null, got {short(value)}")
+            raise Mistake(f"{where} must be a number, text, true, false or null, got {short(value)}")
         return value
     errors: list[str] = []
     for kind in others:
@@ -206,6 +207,6 @@ def _convert_union(kinds: Sequence[Any], value: Any, where: str, strict: bool) -
             errors.append(str(error))
     begin = f"{where} must be "
     if len(errors) == 1 or not all(error.startswith(begin) for error in errors):
-        raise ValueError(errors[-1])
+        raise Mistake(errors[-1])
     rules = [error.removeprefix(begin).rpartition(", got ")[0] for error in errors]
-    raise ValueError(f"{begin}{' or '.join(rules)}, got {short(value)}")
+    raise Mistake(f"{begin}{' or '.join(rules)}, got {short(value)}")

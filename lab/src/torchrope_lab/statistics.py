@@ -54,6 +54,7 @@ from torchrope_lab.conclusion import (
     can_show_learning,
     rise,
 )
+from torchrope_lab.mistakes import Mistake
 from torchrope_lab.schema import ClosedUnit, OpenUnit, convert, short
 
 POWER = 0.8
@@ -274,7 +275,7 @@ def draw(statistics: Sequence[Statistic], examples: int, *, draws: int = 1000, s
     """
     if not statistics or examples < 1 or draws < 2:
         rule = "a bootstrap needs at least one statistic, one example and two draws"
-        raise ValueError(f"{rule}, got {len(statistics)}, {examples} and {draws}")
+        raise Mistake(f"{rule}, got {len(statistics)}, {examples} and {draws}")
     blocks = [[each(weights) for each in statistics] for weights in resample(examples, draws=draws, seed=seed)]
     on_all = [float(each(np.ones((1, examples), dtype=int))[0]) for each in statistics]
     return BootstrapEstimate(np.array(on_all), np.concatenate(blocks, axis=1), examples)
@@ -689,7 +690,7 @@ def _balanced(arrays: Mapping[str, Array], labels: ArrayLike) -> dict[str, float
     of_class = np.asarray(labels)
     examples = next(iter(arrays.values())).shape[1]
     if of_class.shape != (examples,):
-        raise ValueError(f"labels must be one for each of {examples} examples, got {of_class.shape}")
+        raise Mistake(f"labels must be one for each of {examples} examples, got {of_class.shape}")
     classes, counts = np.unique(of_class, return_counts=True)
     if counts.max() < UNEQUAL * counts.min():
         return {}
@@ -702,15 +703,15 @@ def _balanced(arrays: Mapping[str, Array], labels: ArrayLike) -> dict[str, float
 
 def _arrays(correct: Mapping[str, ArrayLike]) -> dict[str, Array]:
     if not isinstance(correct, Mapping) or not correct:
-        raise ValueError(f"correct answers must be a non-empty mapping of arrays by name, got {short(correct)}")
+        raise Mistake(f"correct answers must be a non-empty mapping of arrays by name, got {short(correct)}")
     for name in correct:
         if not isinstance(name, str) or not name:
-            raise ValueError(f"names must be non-empty strings, got {short(name)}")
+            raise Mistake(f"names must be non-empty strings, got {short(name)}")
     arrays = {name: _array(right, name) for name, right in correct.items()}
     shapes = {right.shape for right in arrays.values()}
     if len(shapes) > 1:
         got = ", ".join(f"{name!r} {right.shape}" for name, right in arrays.items())
-        raise ValueError(f"correct answers must be of the same seeds and examples, got {got}")
+        raise Mistake(f"correct answers must be of the same seeds and examples, got {got}")
     return arrays
 
 
@@ -719,10 +720,10 @@ def _array(right: ArrayLike, name: str) -> Array:
     if array.ndim == 1:
         array = array[None]
     if array.ndim != 2 or not array.size:
-        raise ValueError(f"answers of {name!r} must be (seeds, examples), one or more, got {array.shape}")
+        raise Mistake(f"answers of {name!r} must be (seeds, examples), one or more, got {array.shape}")
     wrong = array[(array != 0) & (array != 1)]
     if wrong.size:
-        raise ValueError(f"answers of {name!r} must be zeros and ones, got {wrong[0]:g}")
+        raise Mistake(f"answers of {name!r} must be zeros and ones, got {wrong[0]:g}")
     return array
 
 
@@ -733,19 +734,19 @@ def _real(values: ArrayLike, what: str) -> Array:
             raise TypeError
         return array.astype(float)
     except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{what} must be an array of numbers, got {short(values)}") from None
+        raise Mistake(f"{what} must be an array of numbers, got {short(values)}") from None
 
 
 def _finite(values: ArrayLike, what: str) -> Array:
     array = _real(values, what)
     if array.ndim != 1 or not array.size or not np.isfinite(array).all():
-        raise ValueError(f"{what} must be a 1D array of finite numbers, got {short(values)}")
+        raise Mistake(f"{what} must be a 1D array of finite numbers, got {short(values)}")
     return array
 
 
 def _of_names(values: Mapping[str, Any], names: Mapping[str, Array], what: str) -> Mapping[str, Any]:
     if unknown := [name for name in values if name not in names]:
-        raise ValueError(f"{what} must be of names that are compared, {', '.join(names)}, got {short(unknown[0])}")
+        raise Mistake(f"{what} must be of names that are compared, {', '.join(names)}, got {short(unknown[0])}")
     return values
 
 
@@ -753,7 +754,7 @@ def _costs(costs: Mapping[str, ArrayLike], names: Mapping[str, Array]) -> dict[s
     charged = {name: _finite(cost, f"costs of {name!r}") for name, cost in _of_names(costs, names, "costs").items()}
     for name, cost in charged.items():
         if (cost <= 0).any():
-            raise ValueError(f"costs of {name!r} must be above 0, got {cost.min():g}")
+            raise Mistake(f"costs of {name!r} must be above 0, got {cost.min():g}")
     if len(lengths := {len(cost) for cost in charged.values()}) > 1:
-        raise ValueError(f"costs must be of the same rounds, got {' and '.join(map(str, sorted(lengths)))} rounds")
+        raise Mistake(f"costs must be of the same rounds, got {' and '.join(map(str, sorted(lengths)))} rounds")
     return charged

@@ -16,7 +16,7 @@ from test_page import HOSTILE, Tags, curves, result, save
 
 from torchrope_lab.report.page import write_report
 from torchrope_lab.report.pictures import sheet
-from torchrope_lab.results import Picture, Pictures
+from torchrope_lab.results import Pictures
 from torchrope_lab.studies.engine.pictures import (
     BOXES_SIDE,
     LARGEST,
@@ -232,20 +232,11 @@ def spoil(change):
     return changed
 
 
-GIF, NO_PIXELS = "R0lGODlhAQABAAAAACw=", "iVBORw0KGgo" + "A" * 41
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (spoil(lambda p, r: r.update(image="x\" onload=\"alert(1)")), "rows[0]: images must be PNG in base64, got"),
-        (spoil(lambda p, r: r.update(image=GIF)), "images must be PNG in base64, got 'R0lGO"),
-        (spoil(lambda p, r: r.update(image="iVBORw0KGgo")), "images must be PNG in base64, got 'iVBORw0KGgo'"),
-        (spoil(lambda p, r: r.update(image=NO_PIXELS)), "rows[0]: an image must have pixels, got 0 × 0"),
-        (spoil(lambda p, r: r["panels"].update(axial=GIF)), "rows[0]: images must be PNG in base64, got 'R0lGO"),
         (spoil(lambda p, r: r.update(panels=[])), "rows[0].panels must be an object, got []"),
         (spoil(lambda p, r: r.update(panels={"axial": 7})), "rows[0].panels.axial must be text, got 7"),
-        (spoil(lambda p, r: p.update(legend={"cat": "red;}"})), "colours must be six hexadecimal digits after #"),
         (spoil(lambda p, r: p.update(name="curves")), "must have different names, got ['curves', 'curves']"),
         (spoil(lambda p, r: p.pop("alt")), "pictures[0] must have 'alt'"),
     ],
@@ -258,11 +249,6 @@ def test_damaged_pictures_are_refused_in_one_line(tmp_path, change, message):
         write_report(tmp_path)
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "report").exists()
-
-
-def test_results_refuse_images_that_are_not_png():
-    with pytest.raises(ValueError, match="images must be PNG in base64, got 'R0lG"):
-        Picture("t", picture("t", image(), {}).image, {"truth": GIF})
 
 
 @pytest.fixture(scope="module")

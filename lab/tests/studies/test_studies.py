@@ -19,7 +19,7 @@ from torchrope_lab.data.config import data_config
 from torchrope_lab.provenance import machine
 from torchrope_lab.registry import STUDIES, Study
 from torchrope_lab.report.chapters import run_facts
-from torchrope_lab.results import Axis, Column, Figure, Findings, Table
+from torchrope_lab.results import Column, Findings, Table
 from torchrope_lab.studies.engine import runs
 from torchrope_lab.studies.engine.config import StudyConfig
 from torchrope_lab.studies.engine.dry_run import NotTrained
@@ -338,15 +338,6 @@ def test_published_cells_are_read_as_printed() -> None:
     }
     assert table.rows[1]["value2"] == 1024
     assert (table.columns[1].low, table.columns[2].low) == ("low1", None)
-
-
-def test_results_refuse_rows_that_lack_a_value() -> None:
-    with pytest.raises(ValueError, match=r"rows of 't' must have name, got rows\[0\] without name"):
-        Table("t", [Column("name", "Name")], [{"x": 1}])
-    with pytest.raises(ValueError, match=r"rows of 'f' must have x, y, got rows\[0\] without y"):
-        Figure("f", "lines", "t", "alt", Axis("x", "X"), Axis("y", "Y"), [{"x": 1}])
-    with pytest.raises(ValueError, match="colour is for kind cells"):
-        Figure("f", "cells", "t", "alt", Axis("x", "X"), Axis("y", "Y"), [])
 
 
 def faked(encoding: str, seed: int, right: list[int], loss: float | None = 1.0) -> Trained:

@@ -4,6 +4,7 @@ from importlib import import_module
 
 from torchrope_lab.data.config import DataConfig
 from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.mistakes import Mistake
 
 
 def make_data(config: DataConfig) -> DataModule:
@@ -17,4 +18,4 @@ def make_data(config: DataConfig) -> DataModule:
         return getattr(import_module(f"torchrope_lab.data.{module}"), kind)(config)
     except ModuleNotFoundError as error:
         rule = f"{config.name} requires {error.name} (pip install {error.name}), which is not installed"
-        raise ValueError(rule) from error
+        raise Mistake(rule) from error

@@ -15,6 +15,7 @@ from torchvision.datasets.utils import check_integrity, extract_archive
 from torchrope_lab.data.cache import cache_folder
 from torchrope_lab.data.config import Cifar10Config
 from torchrope_lab.data.in_memory import InMemory
+from torchrope_lab.mistakes import Mistake
 
 IMAGE_SIZE = 32
 PIXELS = 3 * IMAGE_SIZE * IMAGE_SIZE
@@ -93,13 +94,13 @@ class Cifar(InMemory):
                 return
             if packed.is_file():
                 if not check_integrity(packed, md5):
-                    raise ValueError(f"{packed} must be {ADDRESS}/{archive} with the MD5 sum {md5}, got another file")
+                    raise Mistake(f"{packed} must be {ADDRESS}/{archive} with the MD5 sum {md5}, got another file")
                 with TemporaryDirectory() as unpacked:
                     extract_archive(packed, unpacked)
                     yield Path(unpacked, name)
                 return
         names = ", ".join(f"{name}/ or {archive}" for name, archive, _ in versions)
-        raise ValueError(f"--data.root must be or hold {names}, from {ADDRESS}, got {str(root)!r}")
+        raise Mistake(f"--data.root must be or hold {names}, from {ADDRESS}, got {str(root)!r}")
 
     def _read_python(self, folder: Path, *, train: bool) -> tuple[Tensor, Tensor]:
         try:
@@ -109,7 +110,7 @@ class Cifar(InMemory):
             sums = [*self.source.train_list, *self.source.test_list, meta]
             wrong = [name for name, md5 in sums if not check_integrity(folder / name, md5)]
             rule = f"{folder} must hold the files of {self.source.url}, with their MD5 sums"
-            raise ValueError(f"{rule}, got a missing or different {', '.join(wrong)}") from error
+            raise Mistake(f"{rule}, got a missing or different {', '.join(wrong)}") from error
         return torch.from_numpy(stored.data).permute(0, 3, 1, 2), torch.tensor(stored.targets)
 
     def _read_binary(self, folder: Path, *, train: bool) -> tuple[Tensor, Tensor]:
@@ -119,7 +120,7 @@ class Cifar(InMemory):
         labels = rows[:, self.label_bytes - 1].long()
         if int(labels.max()) >= self.num_classes:
             rule = f"labels of {', '.join(names)} in {folder} must be below {self.num_classes}"
-            raise ValueError(f"{rule}, got {int(labels.max())}")
+            raise Mistake(f"{rule}, got {int(labels.max())}")
         return rows[:, self.label_bytes :].reshape(-1, 3, IMAGE_SIZE, IMAGE_SIZE), labels
 
 
@@ -163,9 +164,9 @@ def read_records(path: Path, width: int) -> Tensor:
     try:
         content = np.fromfile(path, np.uint8)
     except OSError as error:
-        raise ValueError(f"{path} must be a readable file, got: {error.strerror}") from error
+        raise Mistake(f"{path} must be a readable file, got: {error.strerror}") from error
     if not len(content) or len(content) % width:
-        raise ValueError(f"{path} must hold rows of {width} bytes, got {len(content)} bytes")
+        raise Mistake(f"{path} must hold rows of {width} bytes, got {len(content)} bytes")
     return torch.from_numpy(content).view(-1, width)
 
 
@@ -178,5 +179,5 @@ def download(source: Any, rule: str) -> Path:
     try:
         source(str(cache_folder()), download=True)
     except (OSError, RuntimeError) as error:
-        raise ValueError(f"{rule}, got: {' '.join(str(error).split())}") from error
+        raise Mistake(f"{rule}, got: {' '.join(str(error).split())}") from error
     return cache_folder()

@@ -30,6 +30,7 @@ from torchrope_lab.data.dense import (
 from torchrope_lab.data.faults import Fault, name_some, warn_skipped
 from torchrope_lab.data.folders import matching_parts
 from torchrope_lab.data.images import existing_folder, load_image
+from torchrope_lab.mistakes import Mistake
 
 MAX_ASPECT = 5 / 3  # longer side / data.size at most: 1333 / 800
 NO_OBJECTS = b"[]"  # JSON
@@ -110,11 +111,11 @@ class Coco(DenseModule):
         warn_skipped(faults, total, config.max_skipped, "images and annotations")
         train, val = parts.values() if "val" in parts else hold_out_images(parts["train"], config.split_seed)
         if both := {image.path for image in train} & {image.path for image in val}:
-            raise ValueError(f"an image must be in train or in val, got {min(both)!r} and {len(both) - 1} more in both")
+            raise Mistake(f"an image must be in train or in val, got {min(both)!r} and {len(both) - 1} more in both")
         train = [image._replace(crowds=NO_OBJECTS) for image in train if image.objects != NO_OBJECTS]
         if not train or not val:
             received = f"{len(train)} and {len(val)}: {name_some(faults)}" if faults else f"{len(train)} and {len(val)}"
-            raise ValueError(
+            raise Mistake(
                 f"--data.root must hold images with objects to train on and images to validate on, got {received}"
             )
         longest = max(side + 1, int(MAX_ASPECT * side))
@@ -140,7 +141,7 @@ def load_image_entry(root: Path, listed: Sequence[ImageEntry], index: int) -> Ex
     image = tv_tensors.Image(load_image(root / path))
     if image.shape[-2:] != (height, width):
         rule = f"an image must have the size in its annotations, {width}x{height} pixels"
-        raise ValueError(f"{rule}, got {image.shape[-1]}x{image.shape[-2]}")
+        raise Mistake(f"{rule}, got {image.shape[-1]}x{image.shape[-2]}")
     objects, crowds = (json.loads(part) for part in packed)
     rows = objects + crowds
     return image, {
@@ -162,7 +163,7 @@ def find_annotations(root: Path) -> dict[str, Path]:
         files = [path for path in matches if path.name.startswith("instances_")] or matches
         if len(files) > 1 or (not files and part == "train"):
             received = ", ".join(path.name for path in files) or f"none for {part} in {str(root)!r}"
-            raise ValueError(f"--data.root must hold {LAYOUT}; from {SOURCE}; got {received}")
+            raise Mistake(f"--data.root must hold {LAYOUT}; from {SOURCE}; got {received}")
         if files:
             found[part] = files[0]
     return found
@@ -178,15 +179,15 @@ def read_instances(path: Path) -> Instances:
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{rule}, got {path.name}: {' '.join(str(error).split())}") from error
+        raise Mistake(f"{rule}, got {path.name}: {' '.join(str(error).split())}") from error
     for name in ("images", "annotations", "categories"):
         entries = content.get(name) if isinstance(content, dict) else None
         if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
-            raise ValueError(f"{rule}, got {path.name} without a list of {name}")
+            raise Mistake(f"{rule}, got {path.name} without a list of {name}")
     images, annotations, categories = content["images"], content["annotations"], content["categories"]
     names = {one.get("id"): str(one.get("name")) for one in categories}
     if not names or len(names) < len(categories) or not all(_is_integer(number) for number in names):
-        raise ValueError(f"ids of categories must be different integers, which those of {path.name} are not")
+        raise Mistake(f"ids of categories must be different integers, which those of {path.name} are not")
     faults: list[Fault] = []
     by_id: dict[int, dict[str, Any]] = {}
     for image in images:
@@ -197,7 +198,7 @@ def read_instances(path: Path) -> Instances:
         with noted(f"{path.name} annotation {one.get('id')}", faults):
             number = one.get("image_id")
             if not _is_integer(number) or number not in by_id:
-                raise ValueError(f"image_id must be the id of a listed image, got {number}")
+                raise Mistake(f"image_id must be the id of a listed image, got {number}")
             by_id[number]["annotations"].append(one)
     return Instances(path.stem, names, by_id, faults)
 
@@ -214,14 +215,14 @@ def noted(name: str, faults: list[Fault]) -> Iterator[None]:
 def check_image(image: Mapping[str, Any], previous_ids: Container[int]) -> None:
     """Raise ValueError if an image's entry is invalid."""
     if not _is_integer(image.get("id")) or not isinstance(image.get("file_name"), str):
-        raise ValueError(f"image {image.get('id')!r} without an id and a file_name")
+        raise Mistake(f"image {image.get('id')!r} without an id and a file_name")
     name = PurePosixPath(image["file_name"])
     if name.is_absolute() or ".." in name.parts:
-        raise ValueError(f"image {image['id']} is not below the folder of images")
+        raise Mistake(f"image {image['id']} is not below the folder of images")
     if image["id"] in previous_ids:
-        raise ValueError(f"image {image['id']} is listed twice")
+        raise Mistake(f"image {image['id']} is listed twice")
     if not all(_is_integer(image.get(name)) and image[name] > 0 for name in ("height", "width")):
-        raise ValueError(f"image {image['id']} without height and width")
+        raise Mistake(f"image {image['id']} without height and width")
 
 
 def same_categories(of_parts: Mapping[str, Mapping[int, str]]) -> dict[int, str]:
@@ -234,7 +235,7 @@ def same_categories(of_parts: Mapping[str, Mapping[int, str]]) -> dict[int, str]
     for number, name in of_parts.get("val", {}).items():
         if train.get(number) != name:
             rule = "categories of val must be those of train"
-            raise ValueError(f"{rule}, got {number} {name!r} instead of {train.get(number)!r}")
+            raise Mistake(f"{rule}, got {number} {name!r} instead of {train.get(number)!r}")
     return dict(train)
 
 
@@ -268,7 +269,7 @@ def image_folder(root: Path, part: str, instances: Instances) -> Path:
     for folder in (root / name for name in below):
         if folder.is_dir() and any((folder / name).is_file() for name in names):
             return folder
-    raise ValueError(f"--data.root must hold {LAYOUT}; from {SOURCE}; got no image of {part} in {str(root)!r}")
+    raise Mistake(f"--data.root must hold {LAYOUT}; from {SOURCE}; got no image of {part} in {str(root)!r}")
 
 
 def convert_annotation(annotation: Mapping[str, Any], labels: Mapping[int, int], height: int, width: int) -> list[Any]:
@@ -279,16 +280,16 @@ def convert_annotation(annotation: Mapping[str, Any], labels: Mapping[int, int],
     """
     category = annotation.get("category_id")
     if not _is_integer(category) or category not in labels:
-        raise ValueError(f"category_id must be the id of a category, got {category!r}")
+        raise Mistake(f"category_id must be the id of a category, got {category!r}")
     box = annotation.get("bbox")
     if not _are_numbers(box) or len(box) != 4:
-        raise ValueError(f"bbox must be four finite numbers, got {box!r}")
+        raise Mistake(f"bbox must be four finite numbers, got {box!r}")
     left, top, wide, high = box
     if not (wide > 0 and high > 0):
-        raise ValueError(f"bbox must have width and height above 0, got {box}")
+        raise Mistake(f"bbox must have width and height above 0, got {box}")
     ends = [max(left, 0), max(top, 0), min(left + wide, width), min(top + high, height)]
     if not (ends[0] < ends[2] and ends[1] < ends[3]):
-        raise ValueError(f"bbox must overlap the image of {width}x{height} pixels, got {box}")
+        raise Mistake(f"bbox must overlap the image of {width}x{height} pixels, got {box}")
     return [labels[category], *ends, annotation.get("id")]
 
 

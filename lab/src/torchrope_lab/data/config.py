@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from typing_extensions import dataclass_transform  # of typing from Python 3.11 on; torch needs typing_extensions
 
+from torchrope_lab.mistakes import Mistake
 from torchrope_lab.modules import NAME, find_object, load_module
 from torchrope_lab.schema import (
     NOT_EMPTY,
@@ -81,7 +82,7 @@ class Augment(Settings):
             one, two = getattr(self, name, None), getattr(self, other, None)
             if one and two is not None:
                 rule = f"{self.prefix}{name} and {other} must not both be set"
-                raise ValueError(f"{rule}, got {'true' if one is True else one} with {two}")
+                raise Mistake(f"{rule}, got {'true' if one is True else one} with {two}")
 
     @property
     def enabled(self) -> bool:
@@ -238,9 +239,9 @@ class DataConfig(Settings):
             if isinstance(path := getattr(self, name, None), str):  # absolute: independent of the working directory
                 setattr(self, name, os.path.abspath(os.path.expanduser(path)))
         if self.fold >= (self.folds or 1):
-            raise ValueError(f"--data.fold must be below --data.folds, got {self.fold} with {self.folds}")
+            raise Mistake(f"--data.fold must be below --data.folds, got {self.fold} with {self.folds}")
         if self.folds and self.tuning:
-            raise ValueError(f"--data.folds and tuning must not both be set, got {self.folds} and true")
+            raise Mistake(f"--data.folds and tuning must not both be set, got {self.folds} and true")
         own = type(self).augmentation()
         if type(self.augment) is not own:  # plain settings from a file, or those of all data sets
             changes = self.augment if isinstance(self.augment, dict) else changed(self.augment)
@@ -499,7 +500,7 @@ class PointsConfig(TokensConfig, FilesConfig):
         named = [*(self.axes or ()), *(self.features or ()), *filter(None, [self.label, self.example])]
         if self.axes == [] or len(set(named)) < len(named):
             rule = "--data.axes must name one column or more, and no column twice with features, label and example"
-            raise ValueError(f"{rule}, got {','.join(named) or 'none'}")
+            raise Mistake(f"{rule}, got {','.join(named) or 'none'}")
 
 
 @data_set("coco", "coco:Coco", size=800)
@@ -536,7 +537,7 @@ class SourceConfig(DataConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.lattice and self.size and "size" not in self.parameters:
-            raise ValueError(f"--data.size is for sources with a parameter size, got --data {self.name}")
+            raise Mistake(f"--data.size is for sources with a parameter size, got --data {self.name}")
 
     def __reduce__(self) -> Any:
         """Pickle by name: the class is built from the source, whose module another process imports."""
@@ -620,7 +621,7 @@ def _settings_of_source(name: str, source: Callable[..., Any]) -> type[SourceCon
     parameters = inspect.signature(source, eval_str=True).parameters.values()
     for parameter in parameters:
         if parameter.default is parameter.empty or parameter.name in _RESERVED:
-            raise ValueError(f"--data {name}: parameters must have a default and another name, got {parameter}")
+            raise Mistake(f"--data {name}: parameters must have a default and another name, got {parameter}")
         hint = type(parameter.default) if parameter.annotation is parameter.empty else parameter.annotation
         default: Any = field(default_factory=partial(deepcopy, parameter.default))
         own.append((parameter.name, known.get(parameter.name, hint), default))
@@ -653,7 +654,7 @@ def with_crop_ratio(config: DataConfig, crop_ratio: float) -> DataConfig:
         ValueError: the data set has no `crop_ratio`, or it is out of range.
     """
     if not isinstance(config, CentredConfig):
-        raise ValueError(f"--crop-ratio is for {', '.join(data_sets_with('crop_ratio'))}, got data set {config.name}")
+        raise Mistake(f"--crop-ratio is for {', '.join(data_sets_with('crop_ratio'))}, got data set {config.name}")
     return replace(config, crop_ratio=crop_ratio)
 
 
@@ -671,11 +672,11 @@ def settings_of(name: str) -> type[DataConfig]:
     if NAME.fullmatch(name):
         source = find_object(name, "function or class", inspect.isroutine)
         if not callable(source):
-            raise ValueError(f"--data {name} must be a function or a class, got {type(source).__name__}")
+            raise Mistake(f"--data {name} must be a function or a class, got {type(source).__name__}")
         return _settings_of_source(name, source)
     others = "hf:NAME, webdataset:FOLDER, mypackage.module:source or FILE.py:source"
     rule = f"--data must be one of {', '.join(DATA_NAMES)}, {others}"
-    raise ValueError(f"{rule}, got {name!r}{suggestion(closest(name, DATA_NAMES))}")
+    raise Mistake(f"{rule}, got {name!r}{suggestion(closest(name, DATA_NAMES))}")
 
 
 def changed(config: Any) -> dict[str, Any]:
@@ -695,13 +696,13 @@ def data_sets_with(setting: str) -> list[str]:
     return [name for name, kind in SETTINGS.items() if setting in options(kind)]
 
 
-def unknown_setting(setting: str, name: str) -> ValueError:
+def unknown_setting(setting: str, name: str) -> Mistake:
     """Build the error for an unknown setting: the data sets that have it, or a setting with a similar name."""
     option = f"--data.{setting}"
     if data_sets_with(setting):
-        return ValueError(f"{option} is for {', '.join(data_sets_with(setting))}, got --data {name}")
+        return Mistake(f"{option} is for {', '.join(data_sets_with(setting))}, got --data {name}")
     known = [f"--data.{known}" for known in options(settings_of(name))]
-    return ValueError(f"there is no option {option} of {name}{suggestion(closest(option, known))}")
+    return Mistake(f"there is no option {option} of {name}{suggestion(closest(option, known))}")
 
 
 DATA_NAMES = tuple(SETTINGS)

@@ -26,6 +26,7 @@ from torchrope_lab.data.mixed_sizes import MixedSizes, Resampled, Size, sources
 from torchrope_lab.data.repeated import Repeated, example_of
 from torchrope_lab.data.streamed import StreamedSet
 from torchrope_lab.data.tensors import InMemorySet, TensorSet, folds_of, split_for_tuning
+from torchrope_lab.mistakes import Mistake
 
 RESIDENT_BYTES = 2**31  # a larger set stays in main memory
 HASHED = 100
@@ -150,11 +151,11 @@ class DataModule(pl.LightningDataModule, ABC):
         """
         if self.generated:
             rule = "--data.folds is for data that is not generated (use --data.val_size for more validation examples)"
-            raise ValueError(f"{rule}, got --data {self.name}")
+            raise Mistake(f"{rule}, got --data {self.name}")
         self._unfolded = self._unfolded or self.datasets()
         if not all(hasattr(part, "with_examples") for part in self._unfolded):
             rule = "--data.folds is for classification"
-            raise ValueError(f"{rule}, got --data {self.name}")
+            raise Mistake(f"{rule}, got --data {self.name}")
         labels = torch.tensor([label for part in self._unfolded for label in _labels_of(part)])
         assert self.config.folds is not None
         return folds_of(labels, self.config.folds, self.config.split_seed, self.groups(*self._unfolded))
@@ -266,7 +267,7 @@ class DataModule(pl.LightningDataModule, ABC):
         sampler = self._train_order(train, epoch, replicas, rank)
         if self.config.drop_last and len(sampler) < batch_size:  # type: ignore[arg-type]
             rule = "--data.batch_size with --data.drop_last must be at most the training examples of a device"
-            raise ValueError(f"{rule}, {len(sampler)}, got {batch_size}")  # type: ignore[arg-type]
+            raise Mistake(f"{rule}, {len(sampler)}, got {batch_size}")  # type: ignore[arg-type]
         if epoch == self.resume_at[0] and self.resume_at[1]:
             sampler = ResumedSampler(sampler, epoch, self.resume_at[1] * batch_size)
         make = partial(Batches, sampler, batch_size, self.config.drop_last)
@@ -343,7 +344,7 @@ class DataModule(pl.LightningDataModule, ABC):
         devices = 1 if self.trainer is None else self.trainer.world_size
         rank, total = 0 if self.trainer is None else self.trainer.global_rank, len(val)  # type: ignore[arg-type]
         if total < devices:
-            raise ValueError(f"validation must have an example for each of {devices} devices, got {total}")
+            raise Mistake(f"validation must have an example for each of {devices} devices, got {total}")
         mine = range(rank, total, devices)
         count = min(math.ceil(math.ceil(total / devices) / batch_size), total // devices)
         ends = [len(mine) * number // count for number in range(count + 1)]
@@ -432,7 +433,7 @@ class DataModule(pl.LightningDataModule, ABC):
             ValueError: they are not in memory, or too few.
         """
         if not hasattr(train, "part"):
-            raise ValueError(f"--data.tuning is for in-memory data without crops, got --data {self.name}")
+            raise Mistake(f"--data.tuning is for in-memory data without crops, got --data {self.name}")
         groups = self.groups(train, val)
         of_train = None if groups is None else groups[: len(train)]
         first, second = split_for_tuning(train.labels, self.config.split_seed, of_train)

@@ -20,6 +20,7 @@ from torchrope_lab.data.faults import Skipping
 from torchrope_lab.data.images import hold_out
 from torchrope_lab.data.repeated import example_of
 from torchrope_lab.data.tensors import Normalise
+from torchrope_lab.mistakes import Mistake
 
 IGNORED = 255  # in a map: unlabelled
 MEAN = (0.485, 0.456, 0.406)  # of ImageNet, as in published pretrained backbones
@@ -274,7 +275,7 @@ def _has_several(classes: Tensor) -> bool:
 def hold_out_images(listed: Sequence[Listed], split_seed: int) -> tuple[list[Listed], list[Listed]]:
     """Hold out a fifth of the images for validation, by a hash of path, the first item of each, and seed."""
     if len(listed) < 2:
-        raise ValueError(f"images must number at least 2, one to train on and one to hold out, got {len(listed)}")
+        raise Mistake(f"images must number at least 2, one to train on and one to hold out, got {len(listed)}")
     by_path = {image[0]: image for image in listed}
     train, val = hold_out([(path, 0) for path in by_path], split_seed)
     return [by_path[path] for path, _ in train], [by_path[path] for path, _ in val]
@@ -289,6 +290,6 @@ def select_some(samples: Sequence[Any], size: int | None, seed: int, name: str) 
     if size is None:
         return list(samples)
     if size > len(samples):
-        raise ValueError(f"--data.{name} must be at most {len(samples)} (all examples), got {size}")
+        raise Mistake(f"--data.{name} must be at most {len(samples)} (all examples), got {size}")
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))
     return [samples[index] for index in order[:size].sort().values.tolist()]

@@ -22,6 +22,7 @@ from rich.progress import track
 from torchrope.files import write_whole
 from torchrope_lab.data.faults import Fault, reason
 from torchrope_lab.files import read_mapping
+from torchrope_lab.mistakes import Mistake
 
 INDEX_NAME = ".torchrope-headers.json"
 INDEX_VERSION = 1
@@ -75,7 +76,7 @@ def read_header(path: Path) -> Header:
     dataset = _read_dataset(path, stop_before_pixels=True, specific_tags=TAGS)
     missing = [tag for tag in NEEDED if tag not in dataset or dataset.get_item(tag).value in (None, b"")]
     if missing:
-        raise ValueError(f"no {', '.join(missing)} in the header")
+        raise Mistake(f"no {', '.join(missing)} in the header")
     return Header(
         instance=_text(dataset, "SOPInstanceUID"),
         study=_text(dataset, "StudyInstanceUID"),
@@ -142,7 +143,7 @@ def sort_slices(
         if list(header.shape) != list(one.shape) or not np.allclose(
             header.orientation, one.orientation, atol=SAME_DIRECTION
         ):
-            raise ValueError(
+            raise Mistake(
                 f"slices of a series must have the same shape and orientation, got {path} with others than {paths[0]}"
             )
     placed: dict[float, str] = {}
@@ -152,7 +153,7 @@ def sort_slices(
     steps = [after - before for before, after in pairwise(places)]
     distance = statistics.median(steps) if steps else one.thickness
     if not min(distance, *one.spacing) > 0:
-        raise ValueError(f"voxels must have a size in mm, got {distance:g}, {one.spacing[0]:g} and {one.spacing[1]:g}")
+        raise Mistake(f"voxels must have a size in mm, got {distance:g}, {one.spacing[0]:g} and {one.spacing[1]:g}")
     spacing = distance, float(one.spacing[0]), float(one.spacing[1])
     return [placed[place] for place in places], spacing, max(steps, default=0.0)
 
@@ -171,10 +172,10 @@ def read_slice(path: Path, *, wrapped: bool = False) -> torch.Tensor:
     slope = _floats(dataset, "RescaleSlope", 1)[0] if "RescaleSlope" in dataset else 1.0
     intercept = _floats(dataset, "RescaleIntercept", 1)[0] if "RescaleIntercept" in dataset else 0.0
     if not slope:
-        raise ValueError(f"RescaleSlope must not be 0, got {_text(dataset, 'RescaleSlope')}")
+        raise Mistake(f"RescaleSlope must not be 0, got {_text(dataset, 'RescaleSlope')}")
     samples, frames = (int(dataset.get(tag) or 1) for tag in ("SamplesPerPixel", "NumberOfFrames"))
     if (samples, frames) != (1, 1):
-        raise ValueError(f"a slice must have one value per pixel and one frame, got {samples} and {frames}")
+        raise Mistake(f"a slice must have one value per pixel and one frame, got {samples} and {frames}")
     values = dataset.pixel_array
     with np.errstate(over="ignore", invalid="ignore"):  # `finite` tells of them
         if wrapped and dataset.BitsStored == 12 and not dataset.PixelRepresentation and intercept > -100:
@@ -182,7 +183,7 @@ def read_slice(path: Path, *, wrapped: bool = False) -> torch.Tensor:
         else:
             values = apply_modality_lut(values, dataset).astype(np.float32)
     if values.ndim != 2:
-        raise ValueError(f"a slice must be 2-dimensional, got the shape {values.shape}")
+        raise Mistake(f"a slice must be 2-dimensional, got the shape {values.shape}")
     return finite(torch.from_numpy(values.astype(np.float32)))
 
 
@@ -201,7 +202,7 @@ def read_head_ct(path: Path) -> torch.Tensor:
 def finite(values: torch.Tensor, what: str = "values") -> torch.Tensor:
     """Return the values; raise ValueError if some are not finite."""
     if not values.isfinite().all():
-        raise ValueError(f"{what} must be finite, got {int((~values.isfinite()).sum())} that are not")
+        raise Mistake(f"{what} must be finite, got {int((~values.isfinite()).sum())} that are not")
     return values
 
 
@@ -209,7 +210,7 @@ def _read_dataset(path: Path, **options: Any) -> Any:
     try:
         return pydicom.dcmread(path, **options)
     except (InvalidDicomError, EOFError) as error:
-        raise ValueError("a slice must be a complete DICOM file, got a damaged file or another format") from error
+        raise Mistake("a slice must be a complete DICOM file, got a damaged file or another format") from error
 
 
 def _text(dataset: Any, tag: str) -> str:
@@ -225,7 +226,7 @@ def _floats(dataset: Any, tag: str, number: int) -> tuple[float, ...]:
         numbers = ()
     if len(numbers) != number or not all(math.isfinite(value) for value in numbers):
         wanted = "a finite number" if number == 1 else f"{number} finite numbers"
-        raise ValueError(f"{tag} must be {wanted}, got {_text(dataset, tag)[:60]!r}")
+        raise Mistake(f"{tag} must be {wanted}, got {_text(dataset, tag)[:60]!r}")
     return numbers
 
 

@@ -7,6 +7,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from torchrope_lab.mistakes import Mistake
+
 NAMED_IN_WARNING = 5
 
 logger = logging.getLogger(__name__)
@@ -16,12 +18,8 @@ A = TypeVar("A")
 T = TypeVar("T")
 
 
-class TooManyFaults(ValueError):
+class TooManyFaults(Mistake):
     """Raised if more files are unreadable than `max_skipped` allows."""
-
-    def __init__(self, message: str) -> None:
-        # A DataLoader worker prefixes its traceback; the original message follows the name of this class.
-        super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
 
 
 def reason(error: Exception) -> str:

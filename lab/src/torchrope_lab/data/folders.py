@@ -5,6 +5,8 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from torchrope_lab.mistakes import Mistake
+
 NAMED_IN_WARNING = 5
 ADDED = ("__macosx", "thumbs.db", "ehthumbs.db", "desktop.ini", "@eadir")
 
@@ -85,6 +87,6 @@ def warn_unread(root: Path, read: Iterable[str], kind: str) -> None:
         logger.warning("not read because they are not %s: %s%s", kind, named, more)
 
 
-def unreadable_folder(error: OSError) -> ValueError:
+def unreadable_folder(error: OSError) -> Mistake:
     """Return the ValueError for a folder that cannot be listed."""
-    return ValueError(f"every folder below --data.root must be readable, got {error.filename!r}: {error.strerror}")
+    return Mistake(f"every folder below --data.root must be readable, got {error.filename!r}: {error.strerror}")

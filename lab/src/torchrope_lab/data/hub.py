@@ -14,6 +14,7 @@ from torchrope_lab.data.imagenet import ImageNet
 from torchrope_lab.data.images import CroppedImages, ImageSet, Sample, select_examples, split_parts
 from torchrope_lab.data.tokens import classes_of
 from torchrope_lab.files import LONGEST, as_file_name
+from torchrope_lab.mistakes import Mistake
 
 VALIDATION = ("validation", "val", "valid", "test")
 """Splits to validate on, the first that exists and is not trained on."""
@@ -88,10 +89,10 @@ class HubImages(CroppedImages):
         others = (name for name in VALIDATION if name in splits and name != config.train_split)
         held_out = config.val_split or next(others, None)
         if held_out == config.train_split:
-            raise ValueError(f"--data.val_split must differ from train_split, got {held_out!r} for both")
+            raise Mistake(f"--data.val_split must differ from train_split, got {held_out!r} for both")
         names = {"train": config.train_split} | ({"val": held_out} if held_out else {})
         if unknown := [name for name in names.values() if name not in splits]:
-            raise ValueError(f"splits of {self.name} are {', '.join(splits)}, got {unknown[0]!r}")
+            raise Mistake(f"splits of {self.name} are {', '.join(splits)}, got {unknown[0]!r}")
         features = splits[config.train_split].features
         image = find_column(features, config.image, Image, "image", self.name)
         label = find_column(features, config.label, ClassLabel, "label", self.name)
@@ -99,10 +100,10 @@ class HubImages(CroppedImages):
         for part, name in names.items():
             if None in values[part]:
                 rule = f"column {label} of {name} of {self.name} must have a class in each row"
-                raise ValueError(f"{rule}, got none in row {values[part].index(None)}")
+                raise Mistake(f"{rule}, got none in row {values[part].index(None)}")
             if nested := [type(value).__name__ for value in values[part] if isinstance(value, list | dict)]:
                 rule = f"column {label} of {name} of {self.name} must have one class in each row"
-                raise ValueError(f"{rule}, got {nested[0]}: multi-label classification is not supported")
+                raise Mistake(f"{rule}, got {nested[0]}: multi-label classification is not supported")
         if isinstance(features[label], ClassLabel):
             self.classes = tuple(features[label].names)
             index = {number: number for number in range(len(self.classes))}
@@ -112,7 +113,7 @@ class HubImages(CroppedImages):
         for part, name in names.items():
             if unknown := [value for value in values[part] if value not in index]:
                 rule = f"column {label} of {name} of {self.name} must have the {len(index)} classes of {names['train']}"
-                raise ValueError(f"{rule}, got {unknown[0]!r}")
+                raise Mistake(f"{rule}, got {unknown[0]!r}")
         samples = {
             part: [(f"{names[part]}/{row}", index[value]) for row, value in enumerate(values[part])] for part in names
         }
@@ -143,7 +144,7 @@ class WebDataset(ImageNet):
     def __init__(self, config: WebDatasetConfig) -> None:
         if "://" in config.name:
             rule = f"--data {config.name} must be a folder of shards, *train*.tar and *val*.tar"
-            raise ValueError(f"{rule}; download them first, since training reads them in random order")
+            raise Mistake(f"{rule}; download them first, since training reads them in random order")
         super().__init__(config)
         self.name = config.name
         self.title = f"Images in {self.root.name}"
@@ -166,7 +167,7 @@ def load_splits(config: HubConfig) -> Mapping[str, Any]:
         loaded = load_from_disk(path) if saved else load_dataset(path, config.subset)
     except Exception as error:  # the package raises many types
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(f"--data {config.name} cannot be loaded: {lines[0]}") from error
+        raise Mistake(f"--data {config.name} cannot be loaded: {lines[0]}") from error
     return loaded if isinstance(loaded, DatasetDict) else {config.train_split: loaded}
 
 
@@ -180,6 +181,4 @@ def find_column(features: Mapping[str, Any], name: str | None, kind: type, setti
     if name in features or (name is None and len(fitting) == 1):
         return name or fitting[0]
     rule = f"--data.{setting} must be one of the columns {', '.join(features)} of {data}"
-    raise ValueError(
-        f"{rule}, got {name!r}" + (f" with {len(fitting)} of type {kind.__name__}" if name is None else "")
-    )
+    raise Mistake(f"{rule}, got {name!r}" + (f" with {len(fitting)} of type {kind.__name__}" if name is None else ""))

@@ -23,6 +23,7 @@ from torchrope_lab.data.images import (
 )
 from torchrope_lab.data.shards import ShardOrder, Shards, index_shards
 from torchrope_lab.data.tensors import balanced_subset
+from torchrope_lab.mistakes import Mistake
 
 LAYOUT = (
     "train/<class>/* with val/<class>/*, with LOC_val_solution.csv or with the devkit's "
@@ -67,13 +68,13 @@ class ImageNet(CroppedImages):
         candidates = (self.root, self.root / KAGGLE_FOLDER)
         base = next((folder for folder in candidates if (folder / "train").is_dir()), None)
         if base is None or not (base / "val").is_dir():
-            raise ValueError(f"--data.root must hold {LAYOUT}; from {SOURCE}; got {str(self.root)!r}")
+            raise Mistake(f"--data.root must hold {LAYOUT}; from {SOURCE}; got {str(self.root)!r}")
         self.classes = tuple(subfolders(base / "train"))
         train = list_samples(self.root, base / "train", self.classes)
         val = list_validation(self.root, base / "val", self.classes)
         for part, samples in (("train", train), ("val", val)):
             if not samples:
-                raise ValueError(f"{part} must hold images, found 0 in {str(base / part)!r}")
+                raise Mistake(f"{part} must hold images, found 0 in {str(base / part)!r}")
         return self._normalised(self._folder(train, True), self._folder(val, False))
 
     def sampler(self, train: Dataset, seed: int, epoch: int, replicas: int, rank: int) -> Sampler:
@@ -91,13 +92,13 @@ class ImageNet(CroppedImages):
         self.skipped = [*self._skipped, *faults]
         if not samples:
             named = name_some(faults) or shards[0].name
-            raise ValueError(f"shards must hold images with labels (jpg and cls), found 0: {named}")
+            raise Mistake(f"shards must hold images with labels (jpg and cls), found 0: {named}")
         warn_skipped(faults, len(samples) + len(faults), self.config.max_skipped, "shards and images")
         labels = torch.tensor([label for _, label in samples])
         if train:
             self.classes = shard_classes(self.root, int(labels.max()) + 1)
         elif int(labels.max()) >= self.num_classes:
-            raise ValueError(f"labels of val must be below {self.num_classes} as in train, got {int(labels.max())}")
+            raise Mistake(f"labels of val must be below {self.num_classes} as in train, got {int(labels.max())}")
         size, name = self._size(train)
         chosen = balanced_subset(labels, size, self.config.split_seed, name)
         selected = [samples[index] for index in chosen.tolist()]
@@ -118,7 +119,7 @@ def shard_classes(root: Path, count: int) -> tuple[str, ...]:
         if (root / name).is_file():
             names = (root / name).read_text().splitlines()
             if len(names) < count:
-                raise ValueError(f"{name} must name {count} classes, one per line, got {len(names)}")
+                raise Mistake(f"{name} must name {count} classes, one per line, got {len(names)}")
             return tuple(names)
     return tuple(str(number) for number in range(count))
 
@@ -132,14 +133,14 @@ def list_validation(root: Path, folder: Path, classes: Sequence[str]) -> list[Sa
     if subfolders(folder):
         unknown = [name for name in subfolders(folder) if name not in classes]
         if unknown:
-            raise ValueError(f"val must have the classes of train, got {', '.join(unknown[:3])} in val only")
+            raise Mistake(f"val must have the classes of train, got {', '.join(unknown[:3])} in val only")
         return list_samples(root, folder, classes)
     files = [root / path for path in files_below(folder, root, IMG_EXTENSIONS)]
     labels = {name: label for label, name in enumerate(classes)}
     classes_of, source = validation_classes(root, folder, [path.name for path in files])
     for path in files:
         if classes_of.get(path.stem) not in labels:
-            raise ValueError(
+            raise Mistake(
                 f"{source} must give a class of train to every image of val, "
                 f"got {classes_of.get(path.stem)!r} for {path.name}"
             )
@@ -158,7 +159,7 @@ def validation_classes(root: Path, folder: Path, files: Sequence[str]) -> tuple[
         if (devkit / GROUND_TRUTH).is_file() and (devkit / "meta.mat").is_file():
             return ground_truth(devkit, files), GROUND_TRUTH
     lists = f"{solution} or {GROUND_TRUTH} with meta.mat"
-    raise ValueError(f"val must have class folders, or {str(root)!r} must hold {lists}, got neither")
+    raise Mistake(f"val must have class folders, or {str(root)!r} must hold {lists}, got neither")
 
 
 def ground_truth(devkit: Path, files: Sequence[str]) -> dict[str, str]:

@@ -23,6 +23,7 @@ from torchrope_lab.data.folders import files_below, subfolders, warn_unread
 from torchrope_lab.data.shards import Sample, Shards
 from torchrope_lab.data.streamed import StreamedSet
 from torchrope_lab.data.tensors import balanced_subset, byte_statistics, normalisation
+from torchrope_lab.mistakes import Mistake
 
 VAL_FRACTION = 0.2
 CROP_SCALE = (0.6, 1.0)
@@ -97,7 +98,7 @@ class ImageSet(StreamedSet):
     def with_examples(self: Made, sets: Sequence[StreamedSet], indices: Tensor) -> Made:
         """Return images of several sets, numbered consecutively; raises ValueError for shards."""
         if self.shards is not None:  # they are read in their order
-            raise ValueError(f"--data.folds is for images in folders, got shards in {str(self.root)!r}")
+            raise Mistake(f"--data.folds is for images in folders, got shards in {str(self.root)!r}")
         return super().with_examples(sets, indices)
 
     def statistics(self) -> tuple[Tensor, Tensor]:
@@ -202,7 +203,7 @@ class Images(CroppedImages):
 
         self.skipped = find_faults(paths, read, explain_fault)
         if len(self.skipped) == len(paths):
-            raise ValueError(
+            raise Mistake(
                 f"--data.root must hold readable images ({' '.join(IMG_EXTENSIONS)}), found 0 in {str(self.root)!r}"
                 + (f": {name_some(self.skipped)}" if paths else "")
             )
@@ -220,11 +221,11 @@ def existing_folder(root: str | None, kind: str = "images", layout: str = LAYOUT
         ValueError: root is not given or is not a folder.
     """
     if not root:
-        raise ValueError(f"--data.root must be given for {kind} ({layout}), got {root!r}")
+        raise Mistake(f"--data.root must be given for {kind} ({layout}), got {root!r}")
     folder = Path(root).expanduser()
     if not folder.is_dir():
         received = "a file" if folder.exists() else "which does not exist"
-        raise ValueError(f"--data.root must be a folder with {kind} ({layout}), got {root!r}, {received}")
+        raise Mistake(f"--data.root must be a folder with {kind} ({layout}), got {root!r}, {received}")
     return folder.resolve()
 
 
@@ -240,20 +241,20 @@ def find_classes(root: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
     names = subfolders(root)
     check_parts(root, names)
     if not names:
-        raise ValueError(f"--data.root must hold one sub-folder per class ({LAYOUT}), found 0 in {str(root)!r}")
+        raise Mistake(f"--data.root must hold one sub-folder per class ({LAYOUT}), found 0 in {str(root)!r}")
     # A class may be called train: only a folder with sub-folders is a part.
     parts = {part: root / part for part in PARTS if part in names and subfolders(root / part)}
     if not parts:
         return {"": root}, at_least_two(names, root)
     if len(parts) == 1:
-        raise ValueError(
+        raise Mistake(
             f"--data.root must hold train and val with one sub-folder per class in each, got {', '.join(names)}"
         )
     train, val = (subfolders(folder) for folder in parts.values())
     if train != val:
         differences = [f"{name!r} in train only" for name in train if name not in val]
         differences += [f"{name!r} in val only" for name in val if name not in train]
-        raise ValueError(f"train and val must have the same classes, got {', '.join(differences)}")
+        raise Mistake(f"train and val must have the same classes, got {', '.join(differences)}")
     return parts, at_least_two(train, root)
 
 
@@ -268,15 +269,13 @@ def check_parts(root: Path, names: Sequence[str], *, with_folders: bool = True) 
     if {*PARTS} <= {*names} or {*names} <= {*PARTS} or not {name.lower() for name in names} <= NAMES_OF_PARTS:
         return
     if not with_folders or all(subfolders(root / name) for name in names):
-        raise ValueError(f"parts must be called train and val, got {', '.join(names)} in {str(root)!r}")
+        raise Mistake(f"parts must be called train and val, got {', '.join(names)} in {str(root)!r}")
 
 
 def at_least_two(names: list[str], root: Path) -> tuple[str, ...]:
     """Return the class names; raises ValueError if there are fewer than two."""
     if len(names) < 2:
-        raise ValueError(
-            f"--data.root must hold at least two classes ({LAYOUT}), got only {names[0]!r} in {str(root)!r}"
-        )
+        raise Mistake(f"--data.root must hold at least two classes ({LAYOUT}), got only {names[0]!r} in {str(root)!r}")
     return tuple(names)
 
 
@@ -341,7 +340,7 @@ def _upright_rgb(file: ImageFile.ImageFile) -> tuple[Image.Image, bool]:
     if file.mode.startswith("I;16") or (file.mode == "I" and file.format in ("PNG", "PPM")):
         return _upper_bits(file)
     if file.mode.startswith(("I", "F")):
-        raise ValueError(f"pixels must be 8-bit or unsigned 16-bit, got mode {file.mode}")
+        raise Mistake(f"pixels must be 8-bit or unsigned 16-bit, got mode {file.mode}")
     if _may_be_transparent(file):
         return compose_on_white(file)
     file.load()
@@ -412,7 +411,7 @@ def require_each(samples: Sequence[Sample], classes: Sequence[str], fewest: int,
     labels = [label for _, label in samples]
     for label, name in enumerate(classes):
         if labels.count(label) < fewest:
-            raise ValueError(
+            raise Mistake(
                 f"readable {kind} of each class must number at least {fewest}{purpose}, "
                 f"got {labels.count(label)} for {name!r}"
             )
@@ -461,7 +460,7 @@ def split_by_group(
         known, other = placed.setdefault(group, (part, name)) if part else ("", "")
         if known != part:
             rule = f"a {kind} must be in one part, got {known} and {part} for {kind} {group!r}"
-            raise ValueError(f"{rule} ({other} and {name})")
+            raise Mistake(f"{rule} ({other} and {name})")
         highest[group] = max(label, highest.get(group, 0))
     validates = {group for group, (part, _) in placed.items() if part == "val"}
     free = [(group, label) for group, label in highest.items() if group not in placed]

@@ -26,6 +26,7 @@ from torchrope_lab.data.dense import (
 from torchrope_lab.data.faults import Fault, find_faults, name_some, warn_skipped
 from torchrope_lab.data.folders import subfolders, warn_unread
 from torchrope_lab.data.images import check_parts, existing_folder, list_samples, load_image, open_image
+from torchrope_lab.mistakes import Mistake
 
 SCALE_JITTER = (0.5, 2.0)
 MASK_EXTENSION = ".png"
@@ -110,7 +111,7 @@ class ADE20k(MapModule):
         self.root = root / ADE20K if (root / ADE20K).is_dir() else root
         folders = [self.root / kind / part for kind in ("images", "annotations") for part in ("training", "validation")]
         if not all(folder.is_dir() for folder in folders) or not (self.root / ADE20K_CLASSES).is_file():
-            raise ValueError(f"--data.root must hold {ADE20K_LAYOUT}; got {str(root)!r}")
+            raise Mistake(f"--data.root must hold {ADE20K_LAYOUT}; got {str(root)!r}")
         self.classes = self.map_classes = read_ade20k_classes(self.root / ADE20K_CLASSES)
         self.description = (
             f"Photographs of ADE20k; every pixel has one of {len(self.classes)} classes or is unlabelled (scene "
@@ -145,11 +146,11 @@ class Segments(MapModule):
         super().__init__(config)
         self.root = existing_folder(config.root, "segments", SEGMENTS_LAYOUT)
         if not (self.root / "images").is_dir() or not (self.root / "masks").is_dir():
-            raise ValueError(f"--data.root must hold {SEGMENTS_LAYOUT}; got {str(self.root)!r}")
+            raise Mistake(f"--data.root must hold {SEGMENTS_LAYOUT}; got {str(self.root)!r}")
         check_parts(self.root / "images", subfolders(self.root / "images"), with_folders=False)
         self.parts = [part for part in ("train", "val") if (self.root / "images" / part).is_dir()] or [""]
         if self.parts == ["val"]:
-            raise ValueError(f"--data.root must hold {SEGMENTS_LAYOUT}; got val without train in {str(self.root)!r}")
+            raise Mistake(f"--data.root must hold {SEGMENTS_LAYOUT}; got val without train in {str(self.root)!r}")
         names = self.root / SEGMENTS_CLASSES
         self.classes = self.map_classes = read_names(names) if names.is_file() else ()
         self.title = f"Segments in {self.root.name}"
@@ -168,7 +169,7 @@ class Segments(MapModule):
             require_pairs(pairs, faults, self.root / "images" / part)
         if not largest:
             rule = f"masks must have indices of at least two classes ({IGNORED} is unlabelled)"
-            raise ValueError(f"{rule}, got only 0 in {str(self.root)!r}")
+            raise Mistake(f"{rule}, got only 0 in {str(self.root)!r}")
         self.classes = self.map_classes = self.map_classes or tuple(str(index) for index in range(largest + 1))
         train, val = parts if len(parts) == 2 else hold_out_images(parts[0], self.config.split_seed)
         return self.sets(train, val, faults)
@@ -185,12 +186,12 @@ def load_pair(root: Path, classes: int, first: int, pairs: Sequence[Pair], index
     pixels = tv_tensors.Image(load_image(root / image))
     if pixels.shape[-2:] != indices.shape:
         rule = f"its mask must have the size of the image, {pixels.shape[-1]}x{pixels.shape[-2]} pixels"
-        raise ValueError(f"{rule}, got {indices.shape[1]}x{indices.shape[0]}")
+        raise Mistake(f"{rule}, got {indices.shape[1]}x{indices.shape[0]}")
     unlabelled = indices < first if first else indices == IGNORED
     last = classes + first - 1
     beyond = indices[~unlabelled & (indices > last)]
     if len(beyond):
-        raise ValueError(f"indices in its mask must be between 0 and {last}, got {int(beyond.max())}")
+        raise Mistake(f"indices in its mask must be between 0 and {last}, got {int(beyond.max())}")
     return pixels, {"map": tv_tensors.Mask(torch.where(unlabelled, IGNORED, indices - first)), "name": image}
 
 
@@ -215,7 +216,7 @@ def require_pairs(pairs: Sequence[Pair], faults: Sequence[Fault], folder: Path) 
     """Raise ValueError if no image in a folder has a mask."""
     if not pairs:
         named = f": {name_some(faults)}" if faults else ""
-        raise ValueError(f"images must have masks (.png) of the same names, found 0 in {str(folder)!r}{named}")
+        raise Mistake(f"images must have masks (.png) of the same names, found 0 in {str(folder)!r}{named}")
 
 
 def read_mask(path: Path) -> Tensor:
@@ -226,7 +227,7 @@ def read_mask(path: Path) -> Tensor:
     """
     with open_image(path) as file:
         if file.mode not in ("P", "L", "1"):
-            raise ValueError(f"a mask must have a palette or one grey channel of 8 bits, got {file.mode} pixels")
+            raise Mistake(f"a mask must have a palette or one grey channel of 8 bits, got {file.mode} pixels")
         return torch.from_numpy(np.array(file).astype(np.uint8))
 
 
@@ -260,7 +261,7 @@ def read_ade20k_classes(path: Path) -> tuple[str, ...]:
     if not all(names) or indices != [str(number) for number in range(1, len(rows) + 1)] or not 2 <= len(rows) <= 254:
         columns = f"{', '.join(map(str, rows[0]))}, Idx {', '.join(indices):.40}" if rows else "no rows"
         rule = f"{path.name} must have the tab-separated columns Idx (1, 2, ...) and Name, 2 to 254 rows"
-        raise ValueError(f"{rule}, got {columns} in {path}")
+        raise Mistake(f"{rule}, got {columns} in {path}")
     first = [name.split(",")[0].strip() for name in names]
     counts = Counter(first)
     return tuple(short if counts[short] == 1 else name for short, name in zip(first, names, strict=True))
@@ -276,7 +277,7 @@ def read_names(path: Path) -> tuple[str, ...]:
     if not 2 <= len(names) <= IGNORED or len(set(names)) < len(names) or "" in names:
         faults = ", some twice or empty" if len(set(names)) < len(names) or "" in names else ""
         rule = f"{path.name} must name 2 to {IGNORED} different classes, one per line"
-        raise ValueError(f"{rule}, got {len(names)}{faults}")
+        raise Mistake(f"{rule}, got {len(names)}{faults}")
     return tuple(names)
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from torchrope_lab.data.config import MotionConfig
 from torchrope_lab.data.digits import DIGIT_SIZE, split_digits
 from torchrope_lab.data.in_memory import InMemory
+from torchrope_lab.mistakes import Mistake
 
 FRAMES = 5
 TRAIN_SIZE = 2400
@@ -71,7 +72,7 @@ def clip_count(size: int | None, default: int, name: str) -> int:
     """Return the number of clips; raises ValueError if there is less than one per class."""
     count = default if size is None else size
     if count < len(VELOCITIES):
-        raise ValueError(f"--data.{name} must be at least {len(VELOCITIES)} (one per class), got {count}")
+        raise Mistake(f"--data.{name} must be at least {len(VELOCITIES)} (one per class), got {count}")
     return count
 
 

@@ -22,6 +22,7 @@ from torchrope_lab.data.images import (
 )
 from torchrope_lab.data.tables import READERS, Columns, read_table
 from torchrope_lab.data.tokens import Cloud, CloudSet, TokensModule, classes_of, point_counts
+from torchrope_lab.mistakes import Mistake
 
 EXTENSIONS = tuple(READERS)
 TIMES, SPACE = ("t", "time", "timestamp"), ("x", "y", "z")
@@ -153,7 +154,7 @@ class Points(TokensModule):
         self.skipped = sorted(faults)
         if not examples:
             named = f": {name_some(self.skipped)}" if faults else ""
-            raise ValueError(f"--data.root must hold readable {KIND}, found 0 in {str(self.root)!r}{named}")
+            raise Mistake(f"--data.root must hold readable {KIND}, found 0 in {str(self.root)!r}{named}")
         warn_skipped(self.skipped, len(examples) + len(faults), config.max_skipped, "sets of points")
         return examples
 
@@ -165,7 +166,7 @@ class Points(TokensModule):
         axes = tuple(config.axes or [*filter(None, [time]), *(known[name] for name in SPACE if name in known)])
         if not axes:
             rule = f"--data.axes must name the columns of positions where none is called {', '.join((*TIMES, *SPACE))}"
-            raise ValueError(f"{rule}, got {', '.join(table)} in {path}")
+            raise Mistake(f"{rule}, got {', '.join(table)} in {path}")
         others = [name for name in table if name not in (*axes, config.label, config.example)]
         return axes, tuple(others if config.features is None else config.features)
 
@@ -175,22 +176,22 @@ class Points(TokensModule):
         wanted = (*self.axes, *self.features, *filter(None, [config.example]))
         missing = [name for name in wanted if name not in table]
         if missing:
-            raise ValueError(f"columns must include {', '.join(wanted)}; missing: {', '.join(missing)}")
+            raise Mistake(f"columns must include {', '.join(wanted)}; missing: {', '.join(missing)}")
         if config.label is not None and config.label not in table:
-            raise ValueError(f"columns must include {config.label}, the class, got {', '.join(table)}")
+            raise Mistake(f"columns must include {config.label}, the class, got {', '.join(table)}")
         count = len(table[self.axes[0]])
         if not count:
-            raise ValueError("a table must have 1 row or more, got 0")
+            raise Mistake("a table must have 1 row or more, got 0")
         for name in filter(None, [config.label, config.example]):
             if len(table[name]) == 1:  # one value in a .npz file
                 table[name] = table[name].repeat(count)
             elif len(table[name]) != count:
-                raise ValueError(f"column {name} must have a value for each of {count} points, got {len(table[name])}")
+                raise Mistake(f"column {name} must have a value for each of {count} points, got {len(table[name])}")
         if config.example is None:
             return {path: np.arange(count)}
         names, example = np.unique(table[config.example], return_inverse=True)
         if not all(names):
-            raise ValueError(f"column {config.example} must name the example of every row, got an empty cell")
+            raise Mistake(f"column {config.example} must name the example of every row, got an empty cell")
         groups = np.split(example.argsort(kind="stable"), np.bincount(example).cumsum()[:-1])
         return {f"{path}, {config.example} {name}": group for name, group in zip(names, groups, strict=True)}
 
@@ -206,5 +207,5 @@ class Points(TokensModule):
         values = np.unique(table[name][rows]).tolist()
         if len(values) != 1 or not values[0]:
             of = "a file" if self.config.example is None else "an example"
-            raise ValueError(f"column {name} must have one value in {of}, got {', '.join(values[:3]) or 'none'}")
+            raise Mistake(f"column {name} must have one value in {of}, got {', '.join(values[:3]) or 'none'}")
         return Example(cloud, path, values[0])

@@ -10,6 +10,7 @@ from torchrope_lab.data.faults import name_some, warn_skipped
 from torchrope_lab.data.folders import files_below
 from torchrope_lab.data.images import existing_folder
 from torchrope_lab.data.volumes import Volume, Volumes, read_table, series_volumes
+from torchrope_lab.mistakes import Mistake
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class RSNA(Volumes):
         headers = {path: header._replace(series="") for path, header in labelled.items()}  # one volume a study
         if not headers:
             named = f": {name_some(faults)}" if faults else ""
-            raise ValueError(f"--data.root must hold {EXPECTED}, found 0 labelled slices in {str(self.root)!r}{named}")
+            raise Mistake(f"--data.root must hold {EXPECTED}, found 0 labelled slices in {str(self.root)!r}{named}")
         volumes, disordered = series_volumes(headers)
         self.skipped = faults + disordered
         warn_skipped(self.skipped, len(paths), self.config.max_skipped, "slices and studies")
@@ -89,6 +90,6 @@ def read_haemorrhages(path: Path) -> dict[str, bool]:
     for row in read_table(path, ("ID", "Label"), EXPECTED):
         name, _, _ = row["ID"].rpartition("_")
         if not name or row["Label"] not in ("0", "1"):
-            raise ValueError(f"{path} must have lines of ID_<slice>_<kind>,0 or 1, got {row['ID']},{row['Label']}")
+            raise Mistake(f"{path} must have lines of ID_<slice>_<kind>,0 or 1, got {row['ID']},{row['Label']}")
         bleeding[name] = bleeding.get(name, False) or row["Label"] == "1"
     return bleeding

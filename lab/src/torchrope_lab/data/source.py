@@ -16,6 +16,7 @@ from torchrope_lab.data.datamodule import DataModule, some_of
 from torchrope_lab.data.images import Sample
 from torchrope_lab.data.tensors import balanced_subset
 from torchrope_lab.data.tokens import Cloud, CloudSet, TokensModule
+from torchrope_lab.mistakes import Mistake
 
 AXES = {1: ("x",), 2: ("height", "width"), 3: ("depth", "height", "width")}
 FARTHEST = 2**20
@@ -84,15 +85,15 @@ class UserData(DataModule):
         self.returned = _by_name(made)
         if not {*_PARTS} <= {*self.returned}:
             rule = f"--data {self.name} must return a pair (train, val), or train and val by name"
-            raise ValueError(f"{rule}, got {type(made).__name__}")
+            raise Mistake(f"{rule}, got {type(made).__name__}")
         self.part_labels = [read_labels(self.returned[part], f"{part} of {self.name}") for part in _PARTS]
         largest = max(int(labels.max()) for labels in self.part_labels)
         self.classes = tuple(map(str, self.returned.get("classes") or range(largest + 1)))
         if largest >= len(self.classes):
-            raise ValueError(f"labels of {self.name} must be below its {len(self.classes)} classes, got {largest}")
+            raise Mistake(f"labels of {self.name} must be below its {len(self.classes)} classes, got {largest}")
         if len({*self.classes}) < max(2, len(self.classes)):
             rule = f"--data {self.name} must have two classes or more, of different names"
-            raise ValueError(f"{rule}, got {', '.join(self.classes)}")
+            raise Mistake(f"{rule}, got {', '.join(self.classes)}")
         self.title = str(self.returned.get("title") or self.name)
         self.description = str(self.returned.get("description") or f"Data of {self.name}.")
 
@@ -115,7 +116,7 @@ class UserData(DataModule):
         """Set `axes` to the names that the source returned, otherwise to default ones."""
         self.axes = tuple(self.returned.get("axes") or default.get(count) or (f"axis {i}" for i in range(count)))
         if len(self.axes) != count:
-            raise ValueError(f"axes of {self.name} must name {count}, got {', '.join(self.axes)}")
+            raise Mistake(f"axes of {self.name} must name {count}, got {', '.join(self.axes)}")
 
 
 class Source(UserData):
@@ -127,7 +128,7 @@ class Source(UserData):
         if not isinstance(first, tuple | list) or len(first) != 2:
             got = f"{len(first)} values" if isinstance(first, tuple | list) else type(first).__name__
             hint = f" (for tokens with positions set {self.name.partition(':')[2]}.lattice = False)"
-            raise ValueError(f"train of {self.name} must have examples (tensor, label), got {got}{hint}")
+            raise Mistake(f"train of {self.name} must have examples (tensor, label), got {got}{hint}")
         _check_input(first[0], f"train of {self.name}")
         shape = tuple(first[0].shape)
         self.in_channels, *sizes = shape
@@ -172,7 +173,7 @@ class PointSource(UserData, TokensModule):
             ("extent", self.returned.get("extent"), len(self.axes)),
         ):
             if values is not None and len(values) != count:
-                raise ValueError(f"{what} of {self.name} must be {count} values, got {len(values)}")
+                raise Mistake(f"{what} of {self.name} must be {count} values, got {len(values)}")
 
     @property
     def unit(self) -> list[float] | None:
@@ -196,7 +197,7 @@ class PointSource(UserData, TokensModule):
                 try:
                     clouds[name] = Cloud.of(positions.double(), tokens.double(), relative=False)
                 except ValueError as error:
-                    raise ValueError(f"example {index} of {part} of {self.name}: {error}") from None
+                    raise Mistake(f"example {index} of {part} of {self.name}: {error}") from None
         return self.select(clouds, *samples)
 
     def datasets(self) -> tuple[CloudSet, CloudSet]:
@@ -208,7 +209,7 @@ class PointSource(UserData, TokensModule):
                 rule = (
                     f"positions of {self.name} along {axis} must be within {FARTHEST:,} units of 0 (subtract an origin)"
                 )
-                raise ValueError(f"{rule}, got {distance:g} with units of {unit:g}")
+                raise Mistake(f"{rule}, got {distance:g} with units of {unit:g}")
         if self.returned.get("extent") is not None:
             self.extent = tuple(map(float, self.returned["extent"]))
         return train, val
@@ -233,7 +234,7 @@ class PointSource(UserData, TokensModule):
         kinds = [f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in shown[:2]]
         channels, axes = self._widths or ("channels", "axes")
         rule = f"{part} of {self.name} must have examples (float tokens (n, {channels}), positions (n, {axes}), label)"
-        raise ValueError(f"{rule}, got {', '.join(kinds)}{'' if whole else f' in {len(shown)} values'}")
+        raise Mistake(f"{rule}, got {', '.join(kinds)}{'' if whole else f' in {len(shown)} values'}")
 
 
 def read_labels(examples: Any, name: str) -> Tensor:
@@ -252,9 +253,9 @@ def read_labels(examples: Any, name: str) -> Tensor:
         ValueError: it is no sequence, is empty, or has labels that are not whole numbers from 0.
     """
     if not hasattr(examples, "__len__") or not hasattr(examples, "__getitem__") or not len(examples):
-        raise ValueError(f"{name} must be a sequence of examples with len(), got {type(examples).__name__}")
+        raise Mistake(f"{name} must be a sequence of examples with len(), got {type(examples).__name__}")
     if not isinstance(examples[0], tuple | list):
-        raise ValueError(f"{name} must have examples with a label, got {type(examples[0]).__name__}")
+        raise Mistake(f"{name} must have examples with a label, got {type(examples[0]).__name__}")
     known = getattr(examples, "labels", getattr(examples, "targets", None))
     if getattr(examples, "target_transform", None) is not None:
         known = None
@@ -273,7 +274,7 @@ def read_labels(examples: Any, name: str) -> Tensor:
         got = str(values.min())
     else:
         return torch.from_numpy(values.astype(np.int64))
-    raise ValueError(f"{name} must have examples, each with a whole number of 0 or more as label, got {got}")
+    raise Mistake(f"{name} must have examples, each with a whole number of 0 or more as label, got {got}")
 
 
 def _by_name(made: Any) -> dict[str, Any]:
@@ -293,12 +294,12 @@ def _check_label(label: Any, known: int, name: str) -> None:
     if not same:
         got = f"{label!r}".split("\n")[0]
         rule = f"{name} must have the labels of its attribute labels or targets in its examples, too"
-        raise ValueError(f"{rule}, got {got} instead of {known}")
+        raise Mistake(f"{rule}, got {got} instead of {known}")
 
 
 def _check_input(inputs: Any, name: str, shape: tuple[int, ...] | None = None) -> None:
     if not isinstance(inputs, Tensor) or not inputs.is_floating_point() or inputs.ndim < 2:
         kind = f"{inputs.dtype} {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else type(inputs).__name__
-        raise ValueError(f"{name} must have inputs that are float tensors (channels, *sizes), got {kind}")
+        raise Mistake(f"{name} must have inputs that are float tensors (channels, *sizes), got {kind}")
     if shape is not None and inputs.shape != shape:
-        raise ValueError(f"{name} must have inputs of one shape, {shape}, got {tuple(inputs.shape)}")
+        raise Mistake(f"{name} must have inputs of one shape, {shape}, got {tuple(inputs.shape)}")

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from torchrope_lab.data.arrays import read_arrays
+from torchrope_lab.mistakes import Mistake
 
 Columns = dict[str, np.ndarray]
 """Columns of equal length by name: float64, or text."""
@@ -45,17 +46,17 @@ def read_csv(path: Path, is_text: Callable[[str], bool]) -> Columns:
         delimiter = max(",;\t", key=first.count)
         names = [name.strip() for name in next(csv.reader([first], delimiter=delimiter), [])]
         if not names or not all(names) or len(set(names)) < len(names) or any(map(_NUMBER.fullmatch, names)):
-            raise ValueError(f"the first line must name the columns, each once, got {first.strip()[:60]!r}")
+            raise Mistake(f"the first line must name the columns, each once, got {first.strip()[:60]!r}")
         columns: list[list[str] | array] = [[] if is_text(name) else array("d") for name in names]
         for number, row in enumerate(filter(None, csv.reader(file, delimiter=delimiter)), start=2):
             if len(row) != len(names):
                 rule = f"rows must have {len(names)} cells like the first line"
-                raise ValueError(f"{rule}, got {len(row)} in row {number}")
+                raise Mistake(f"{rule}, got {len(row)} in row {number}")
             for name, column, cell in zip(names, columns, row, strict=True):
                 try:
                     column.append(cell.strip() if isinstance(column, list) else parse_number(cell))  # type: ignore[arg-type]
                 except ValueError as error:
-                    raise ValueError(f"column {name} must hold numbers: {error} in row {number}") from None
+                    raise Mistake(f"column {name} must hold numbers: {error} in row {number}") from None
     return {name: np.array(column) for name, column in zip(names, columns, strict=True)}
 
 
@@ -72,14 +73,14 @@ def read_npz(path: Path, is_text: Callable[[str], bool]) -> Columns:
             columns[name] = values.reshape(-1).astype(str)
             continue
         if values.dtype.kind not in "iufbM" or values.ndim not in (1, 2):
-            raise ValueError(f"arrays must be numbers (n,) or (n, k), got {name} {values.dtype} {values.shape}")
+            raise Mistake(f"arrays must be numbers (n,) or (n, k), got {name} {values.dtype} {values.shape}")
         parts = [name] if values.ndim == 1 else [f"{name}.{index}" for index in range(values.shape[1])]
         parts = [*"xyz"] if name == "positions" and len(parts) <= 3 and values.ndim == 2 else parts
         lengths[name] = len(values)
         columns |= zip(parts, as_floats(values).reshape(len(values), -1).T, strict=False)
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name} {length}" for name, length in list(lengths.items())[:6])
-        raise ValueError(f"arrays must have one row per point, got {listed}")
+        raise Mistake(f"arrays must have one row per point, got {listed}")
     return columns
 
 
@@ -93,7 +94,7 @@ def parse_number(text: str) -> float:
     try:
         date = datetime.fromisoformat(text.replace("Z", "+00:00"))
     except ValueError:
-        raise ValueError(f"{text[:40]!r} is neither a number nor a date") from None
+        raise Mistake(f"{text[:40]!r} is neither a number nor a date") from None
     return date.replace(tzinfo=date.tzinfo or timezone.utc).timestamp()
 
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from torchrope_lab.mistakes import Mistake
+
 STATISTICS = {
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # as used by published models
     "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
@@ -182,7 +184,7 @@ def balanced_subset(labels: Tensor, size: int | None, seed: int, name: str) -> T
         return torch.arange(len(labels))
     fewest = len(labels.unique())
     if not fewest <= size <= len(labels):
-        raise ValueError(
+        raise Mistake(
             f"--data.{name} must be between {fewest} (one per class) and {len(labels)} (all examples), got {size}"
         )
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
@@ -206,7 +208,7 @@ def split_for_tuning(labels: Tensor, seed: int, groups: Sequence[Hashable] | Non
     numbers = Counter(label for label, _ in {*zip(labels.tolist(), members, strict=True)})
     if (fewest := min(numbers.values())) < 2:
         what = "training examples" if groups is None else "groups of training examples"
-        raise ValueError(f"--data.tuning must have at least two {what} of each class, got {fewest} of one")
+        raise Mistake(f"--data.tuning must have at least two {what} of each class, got {fewest} of one")
     first = {member: index for index, member in reversed([*enumerate(members)])}  # example of every group
     number_of = {member: number for number, member in enumerate(sorted(first, key=first.__getitem__))}
     chosen = labels[sorted(first.values())]
@@ -236,7 +238,7 @@ def folds_of(labels: Tensor, folds: int, seed: int, groups: Sequence[Hashable] |
     numbers = Counter(label for label, _ in {*zip(labels.tolist(), members, strict=True)})
     if (fewest := min(numbers.values())) < folds:
         what = "examples" if groups is None else "patients, or other groups,"
-        raise ValueError(f"--data.folds must be at most {fewest}, the {what} of the smallest class, got {folds}")
+        raise Mistake(f"--data.folds must be at most {fewest}, the {what} of the smallest class, got {folds}")
     assigned = torch.empty_like(labels)
     if groups is None:
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))

@@ -14,6 +14,7 @@ from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.draws import Draws
 from torchrope_lab.data.images import Sample, select_examples
 from torchrope_lab.data.repeated import example_of
+from torchrope_lab.mistakes import Mistake
 
 VECTORS = ("n", "v")
 """Prefixes of the columns of vectors that rotate with the positions, normals (`nx`) and velocities (`vx`)."""
@@ -47,12 +48,12 @@ class Cloud:
         placed = ~positions.isnan().any(dim=1)
         positions, features = positions[placed], features[placed]
         if not len(positions):
-            raise ValueError(f"at least one point must have a position, got {len(placed)} with missing coordinates")
+            raise Mistake(f"at least one point must have a position, got {len(placed)} with missing coordinates")
         if relative:
             positions = positions - positions.amin(dim=0)  # in float64: float32 has seven digits
         for name, values in (("positions", positions), ("features", features)):
             if (values.abs() > LARGEST).any() or (name == "positions" and values.isnan().any()):  # inf - inf is NaN
-                raise ValueError(f"{name} must be finite in float32, or missing, got an infinite or larger value")
+                raise Mistake(f"{name} must be finite in float32, or missing, got an infinite or larger value")
         return cls(positions.float(), features.float())
 
 
@@ -109,7 +110,7 @@ def measure_tokens(
     spans = torch.stack([(cloud.positions.amax(0) - cloud.positions.amin(0)).double() for cloud in train]).mean(dim=0)
     axes, points = len(spans), sum(len(cloud.positions) for cloud in train) / len(train)
     if scale is not None and len(scale) not in (1, axes):
-        raise ValueError(f"--data.scale must be one number or one for each of {axes} axes, got {list(scale)}")
+        raise Mistake(f"--data.scale must be one number or one for each of {axes} axes, got {list(scale)}")
     given = None if scale is None else list(scale) * (axes if len(scale) == 1 else 1)
     units = max(points - 1 if axes == 1 else math.sqrt(points), 1.0)
     lengths = [span / units if span > 0 else 1.0 for span in spans.tolist()] if given is None else given
@@ -221,7 +222,7 @@ class RotationPlane:
             return None
         if not {*augment.rotate} <= {*axes}:
             rule = f"--data.augment.rotate must name two of the axes {', '.join(axes)}"
-            raise ValueError(f"{rule}, got {','.join(augment.rotate)}")
+            raise Mistake(f"{rule}, got {','.join(augment.rotate)}")
         one, other = augment.rotate
         pairs = [(prefix + one, prefix + other) for prefix in VECTORS]
         vectors = tuple((features.index(a), features.index(b)) for a, b in pairs if a in features and b in features)
@@ -357,7 +358,7 @@ def classes_of(labels: Iterable[str], source: str) -> tuple[str, ...]:
         {*labels}, key=lambda name: (float(name) if name.replace(".", "", 1).isdecimal() else math.inf, name)
     )
     if len(classes) < 2:
-        raise ValueError(f"{source} must have at least two classes, got {', '.join(classes)}")
+        raise Mistake(f"{source} must have at least two classes, got {', '.join(classes)}")
     return tuple(classes)
 
 

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from torchrope_lab.mistakes import Mistake
+
 INTERPOLATION = {1: "linear", 2: "bilinear", 3: "trilinear"}
 
 
@@ -36,7 +38,7 @@ def shuffle_patches(inputs: Tensor, patch_size: int | Sequence[int | None], gene
         patch_size = tuple(sizes[axis] if extent is None else extent for axis, extent in enumerate(patch_size))
     patch = _one_per_axis(patch_size, len(sizes), "patch_size")
     if any(size % extent for size, extent in zip(sizes, patch, strict=True)):
-        raise ValueError(f"sizes must be divisible by patch_size = {patch}, got {tuple(sizes)}")
+        raise Mistake(f"sizes must be divisible by patch_size = {patch}, got {tuple(sizes)}")
     counts = [size // extent for size, extent in zip(sizes, patch, strict=True)]
     tokens = math.prod(counts)
 
@@ -104,7 +106,7 @@ def resize(inputs: Tensor, size: int | Sequence[int]) -> Tensor:
     """
     axes = inputs.ndim - 2
     if axes not in INTERPOLATION:
-        raise ValueError(f"inputs must have 1 to 3 axes after batch and channels, got {axes}")
+        raise Mistake(f"inputs must have 1 to 3 axes after batch and channels, got {axes}")
     target = _one_per_axis(size, axes, "size")
     if target == tuple(inputs.shape[2:]):
         return inputs
@@ -127,5 +129,5 @@ def resize_bytes(inputs: Tensor, size: int | Sequence[int]) -> Tensor:
 def _one_per_axis(value: int | Sequence[int], axes: int, name: str) -> tuple[int, ...]:
     values = (value,) * axes if isinstance(value, int) else tuple(value)
     if len(values) != axes or min(values, default=1) < 1:
-        raise ValueError(f"{name} must be one positive integer or one for each of {axes} axes, got {value}")
+        raise Mistake(f"{name} must be one positive integer or one for each of {axes} axes, got {value}")
     return values

@@ -6,6 +6,7 @@ from typing import Any
 from torchrope_lab.data.config import UCF101Config
 from torchrope_lab.data.images import Sample, existing_folder, require_each
 from torchrope_lab.data.videos import Videos
+from torchrope_lab.mistakes import Mistake
 
 VIDEO_FOLDERS = ("UCF-101", "UCF101", "data", ".")
 LIST_FOLDERS = ("ucfTrainTestlist", "UCF101TrainTestSplits-RecognitionTask/ucfTrainTestlist", "annotations", ".")
@@ -48,7 +49,7 @@ class UCF101(Videos):
         listed = self.openable({part: read_list(self.lists / file, self.classes) for part, file in files.items()})
         require_each(listed["train"], self.classes, 1, "videos", f" in split {split}'s training list")
         if not listed["val"]:
-            raise ValueError(f"split {split}'s test list must name readable videos, found 0 in {self.root}")
+            raise Mistake(f"split {split}'s test list must name readable videos, found 0 in {self.root}")
         return listed["train"], listed["val"]
 
     def groups(self, train: Any, val: Any) -> list[str]:
@@ -73,10 +74,10 @@ def read_classes(path: Path) -> tuple[str, ...]:
     names: dict[str, str] = {}
     for words in _lines(path):
         if len(words) != 2:
-            raise ValueError(f"{path} must hold a number and a class in each line, got {' '.join(words)!r}")
+            raise Mistake(f"{path} must hold a number and a class in each line, got {' '.join(words)!r}")
         names[words[0]] = words[1]
     if len(names) < 2 or set(names) != {str(number + 1) for number in range(len(names))}:
-        raise ValueError(f"{path} must number two or more classes from 1 up, got {', '.join(names) or 'none'}")
+        raise Mistake(f"{path} must number two or more classes from 1 up, got {', '.join(names) or 'none'}")
     return tuple(names[str(number + 1)] for number in range(len(names)))
 
 
@@ -91,12 +92,12 @@ def read_list(path: Path, classes: tuple[str, ...]) -> list[Sample]:
     for video, *number in _lines(path):
         label = known.get(video.partition("/")[0])
         if label is None:
-            raise ValueError(f"{path} must name videos as <class>/<file> with a class of classInd.txt, got {video!r}")
+            raise Mistake(f"{path} must name videos as <class>/<file> with a class of classInd.txt, got {video!r}")
         if number and number != [str(label + 1)]:
-            raise ValueError(f"{path} must number classes as classInd.txt does, got {' '.join([video, *number])!r}")
+            raise Mistake(f"{path} must number classes as classInd.txt does, got {' '.join([video, *number])!r}")
         samples.append((video, label))
     if not samples:
-        raise ValueError(f"{path} must name one video per line, got an empty file")
+        raise Mistake(f"{path} must name one video per line, got an empty file")
     return sorted(samples)
 
 
@@ -104,7 +105,7 @@ def _first_with(root: Path, folders: tuple[str, ...], name: str) -> Path:
     for folder in folders:
         if (root / folder / name).exists():
             return root / folder
-    raise ValueError(f"--data.root must hold {EXPECTED}, got {str(root)!r} without {name}")
+    raise Mistake(f"--data.root must hold {EXPECTED}, got {str(root)!r} without {name}")
 
 
 def _lines(path: Path) -> list[list[str]]:
@@ -113,4 +114,4 @@ def _lines(path: Path) -> list[list[str]]:
         return [line.split() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not text"
-        raise ValueError(f"{path} must be a readable list of {EXPECTED}, got: {reason}") from error
+        raise Mistake(f"{path} must be a readable list of {EXPECTED}, got: {reason}") from error

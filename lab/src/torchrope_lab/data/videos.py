@@ -36,6 +36,7 @@ from torchrope_lab.data.images import (
 )
 from torchrope_lab.data.streamed import StreamedSet
 from torchrope_lab.data.tensors import normalisation
+from torchrope_lab.mistakes import Mistake
 
 CROP_SCALE = (0.08, 1.0)
 VIDEO_EXTENSIONS = (".avi", ".mp4", ".m4v", ".mov", ".mkv", ".webm", ".mpg", ".mpeg", ".wmv", ".flv", ".gif")
@@ -256,7 +257,7 @@ class Videos(DataModule):
         if len(self.skipped) == len(paths):
             named = f": {name_some(self.skipped)}" if paths else ""
             rule = f"--data.root must hold readable videos ({' '.join(VIDEO_EXTENSIONS)})"
-            raise ValueError(f"{rule}, found 0 in {str(self.root)!r}{named}")
+            raise Mistake(f"{rule}, found 0 in {str(self.root)!r}{named}")
         warn_skipped(self.skipped, len(paths), self.config.max_skipped, "videos")
         return {part: [s for s in samples if s[0] in self.shorter_sides] for part, samples in parts.items()}
 
@@ -304,14 +305,14 @@ class OpenVideo:
 
     def __init__(self, container: Any) -> None:
         if not container.streams.video:
-            raise ValueError("a video file must contain a video stream, got 0")
+            raise Mistake("a video file must contain a video stream, got 0")
         self.container = container
         self.stream = container.streams.video[0]
         self.stream.codec_context.thread_count = 1  # worker processes run in parallel already
         self.height, self.width = self.stream.codec_context.height, self.stream.codec_context.width
         self.count = self.stream.frames or self._count_packets()
         if not self.count:
-            raise ValueError("a video must have 1 frame or more, got 0")
+            raise Mistake("a video must have 1 frame or more, got 0")
 
     def _count_packets(self) -> int:
         count = sum(packet.size > 0 for packet in self.container.demux(self.stream))
@@ -324,7 +325,7 @@ class OpenVideo:
         self.container.seek(0)
         for frame in self.container.decode(self.stream):
             return frame.pts or 0
-        raise ValueError("a video must have 1 frame or more that can be decoded, got 0")
+        raise Mistake("a video must have 1 frame or more that can be decoded, got 0")
 
     def read(self, indices: Sequence[int], side: int | None = None) -> Tensor:
         """Decode the frames at `indices`; if the container's times have gaps, the next existing frame.
@@ -336,13 +337,13 @@ class OpenVideo:
         at, frame = -1, None
         for at, frame in self._decode_before(indices[0]):
             if frame.is_corrupt:
-                raise ValueError(f"frames must be complete, got frame {at} of {self.count} damaged")
+                raise Mistake(f"frames must be complete, got frame {at} of {self.count} damaged")
             while len(pictures) < len(indices) and at >= indices[len(pictures)]:
                 pictures.append(_pixels(frame, side))
             if len(pictures) == len(indices):
                 return torch.stack(pictures).movedim(-1, 1)
         if frame is None or indices[-1] - at > max(1, MISSING_FRAMES * self.count):
-            raise ValueError(f"a video must have frame {indices[-1]}, got {at + 1} of {self.count} frames")
+            raise Mistake(f"a video must have frame {indices[-1]}, got {at + 1} of {self.count} frames")
         pictures += [_pixels(frame, side)] * (len(indices) - len(pictures))
         return torch.stack(pictures).movedim(-1, 1)
 
@@ -379,7 +380,7 @@ def open_video(path: Path) -> Iterator[OpenVideo]:
         with av.open(str(path)) as container:
             yield OpenVideo(container)
     except av.error.InvalidDataError as error:
-        raise ValueError("a video must be a complete video file, got a damaged file or another format") from error
+        raise Mistake("a video must be a complete video file, got a damaged file or another format") from error
 
 
 def _pixels(frame: Any, side: int | None) -> Tensor:

@@ -34,6 +34,7 @@ from torchrope_lab.data.images import (
 )
 from torchrope_lab.data.streamed import StreamedSet
 from torchrope_lab.data.transforms import resize
+from torchrope_lab.mistakes import Mistake
 
 PERCENTILES = (0.5, 99.5)
 ENLARGED = 2  # voxels of an input / of the median volume beyond which a warning is due
@@ -206,12 +207,12 @@ class Volumes(DataModule):
             self.rows = read_labels(self.table)
             self.classes = tuple(sorted({label for _, label, _, _ in self.rows}, key=_numbers_first))
             if len(self.classes) < 2:
-                raise ValueError(f"labels must be of at least two classes, got only {self.classes[0]!r}")
+                raise Mistake(f"labels must be of at least two classes, got only {self.classes[0]!r}")
             return root
         try:
             self.folders, self.classes = find_classes(root)
         except ValueError as error:
-            raise ValueError(f"--data.root must hold {EXPECTED}; there is no {LABELS}, and: {error}") from error
+            raise Mistake(f"--data.root must hold {EXPECTED}; there is no {LABELS}, and: {error}") from error
         return root
 
     def labelled(self) -> list[tuple[Volume, int, str]]:
@@ -240,7 +241,7 @@ class Volumes(DataModule):
             if volume is not None:
                 if (other := row_of.setdefault(volume.name, study)) != study:
                     rule = "each volume must have one label"
-                    raise ValueError(f"{rule}, got rows {other} and {study} in {self.table} for one volume")
+                    raise Mistake(f"{rule}, got rows {other} and {study} in {self.table} for one volume")
                 volume = replace(volume, patient=patient or volume.patient)
                 labelled.append((volume, self.classes.index(label), part))
             elif _without_extension(study) not in damaged:
@@ -249,7 +250,7 @@ class Volumes(DataModule):
         if not labelled:
             named = f": {name_some(faults)}" if faults else ""
             kind = "none of the labelled ones" if self.rows else "none"
-            raise ValueError(f"--data.root must hold {EXPECTED}, got {kind} in {str(self.root)!r}{named}")
+            raise Mistake(f"--data.root must hold {EXPECTED}, got {kind} in {str(self.root)!r}{named}")
         total = len(self.rows) or len(labelled) + len(faults)
         warn_skipped(faults, total, self.config.max_skipped, "volumes and slices")
         _warn_gaps([volume for volume, _, _ in labelled])
@@ -279,7 +280,7 @@ class Volumes(DataModule):
         if len(patients) == 1 < len(found):
             rule = "volumes must be of two patients or more, as no patient is in both parts"
             instead = f"a column patient of {LABELS} names others"
-            raise ValueError(f"{rule}, got patient {patients.pop()!r} for all {len(found)}: {instead}")
+            raise Mistake(f"{rule}, got patient {patients.pop()!r} for all {len(found)}: {instead}")
         grouped = {name: (label, volume.patient, part) for name, (volume, label, part) in found.items()}
         train, val = split_by_group(grouped, config.split_seed, "patient")
         require_each(train, self.classes, 1, "volumes", " to train on")
@@ -360,7 +361,7 @@ def read_volume(root: Path, paths: Sequence[str], read_slice: ReadSlice = read_s
         except MemoryError:
             raise
         except Exception as error:  # pydicom's decoders raise many kinds
-            raise ValueError(f"{path}: {reason(error)}") from error
+            raise Mistake(f"{path}: {reason(error)}") from error
     return torch.stack(planes)
 
 
@@ -447,14 +448,14 @@ def nifti_volume(root: Path, path: str) -> Volume:
     """
     image = _load_nifti(root / path)
     if len(image.shape) != 3:
-        raise ValueError(f"a volume must have three axes, got the shape {image.shape}")
+        raise Mistake(f"a volume must have three axes, got the shape {image.shape}")
     if 0 in image.shape:
-        raise ValueError(f"a volume must have voxels, got the shape {image.shape}")
+        raise Mistake(f"a volume must have voxels, got the shape {image.shape}")
     if image.get_data_dtype().kind not in "fiu":
-        raise ValueError(f"voxels must be real numbers, got {image.get_data_dtype()}")
+        raise Mistake(f"voxels must be real numbers, got {image.get_data_dtype()}")
     sizes = nibabel.affines.voxel_sizes(image.affine)
     if not all(0 < size < math.inf for size in sizes):
-        raise ValueError(f"voxels must have a size in mm, got {', '.join(f'{size:g}' for size in sizes)}")
+        raise Mistake(f"voxels must have a size in mm, got {', '.join(f'{size:g}' for size in sizes)}")
     image = nibabel.as_closest_canonical(image)
     x, y, z = (float(size) for size in image.header.get_zooms())
     columns, rows, slices = image.shape
@@ -480,12 +481,12 @@ def read_labels(path: Path) -> list[tuple[str, str, str, str]]:
         study, label, part, patient = ((row[column] or "").strip() if column else "" for column in columns)
         labels.append((study, label, part, patient))
         if not study or not label:
-            raise ValueError(f"each row must have a study and a label, got {study!r} and {label!r} in {path}")
+            raise Mistake(f"each row must have a study and a label, got {study!r} and {label!r} in {path}")
         if part not in ("", "train", "val"):
-            raise ValueError(f"part must be train or val, got {part!r} for {study!r} in {path}")
+            raise Mistake(f"part must be train or val, got {part!r} for {study!r} in {path}")
     twice = [study for study, count in Counter(study for study, *_ in labels).items() if count > 1]
     if twice:
-        raise ValueError(f"each study must have one label, got {twice[0]!r} twice in {path}")
+        raise Mistake(f"each study must have one label, got {twice[0]!r} twice in {path}")
     return labels
 
 
@@ -495,14 +496,14 @@ def _column(name: str, columns: Sequence[str], path: Path) -> str:
         found = [column for column in columns if re.sub(r"[\s_]", "", column.lower()) in names]
         if len(found) > 1:
             received = " and ".join(map(repr, found))
-            raise ValueError(f"labels must have one column for the {name}, named {name!r}, got {received} in {path}")
+            raise Mistake(f"labels must have one column for the {name}, named {name!r}, got {received} in {path}")
         if found:
             return found[0]
     if name in OPTIONAL:
         return ""
     *others, last = COLUMNS[name]
     rule = f"labels must have a column {', '.join((name, *others))} or {last}"
-    raise ValueError(f"{rule}, got {path} with {', '.join(columns) or 'none'}")
+    raise Mistake(f"{rule}, got {path} with {', '.join(columns) or 'none'}")
 
 
 def read_table(path: Path, columns: Sequence[str], expected: str) -> list[dict[str, str]]:
@@ -517,16 +518,16 @@ def read_table(path: Path, columns: Sequence[str], expected: str) -> list[dict[s
             names, rows = reader.fieldnames or [], list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         why = getattr(error, "strerror", None) or reason(error)
-        raise ValueError(f"--data.labels must be a readable table of {expected}, got {path}: {why}") from error
+        raise Mistake(f"--data.labels must be a readable table of {expected}, got {path}: {why}") from error
     missing = [column for column in columns if column not in names]
     if missing:
         received = ", ".join(names) or "none"
-        raise ValueError(f"labels must have the columns {', '.join(columns)}, got {path} with {received}")
+        raise Mistake(f"labels must have the columns {', '.join(columns)}, got {path} with {received}")
     if not rows:
-        raise ValueError(f"labels must have a row for each study, got a header only in {path}")
+        raise Mistake(f"labels must have a row for each study, got a header only in {path}")
     for row in rows:
         if None in row:  # cells beyond the columns, which DictReader's types omit
-            raise ValueError(f"rows must have {len(names)} columns at most, got {list(row.values())} in {path}")
+            raise Mistake(f"rows must have {len(names)} columns at most, got {list(row.values())} in {path}")
     return rows
 
 
@@ -536,7 +537,7 @@ def _load_nifti(path: Path) -> Any:
     with ImageOpener(str(path)) as file:
         slope = float(type(image).header_class.from_fileobj(file, check=False)["scl_slope"])
     if math.isinf(slope):  # nibabel reads it as no scaling, like NaN and 0
-        raise ValueError(f"scl_slope must be finite, got {slope}")
+        raise Mistake(f"scl_slope must be finite, got {slope}")
     return image
 
 

@@ -22,6 +22,7 @@ from torchrope.models import Features, pad
 from torchrope.tensors import wide_dtype, without_autocast
 from torchrope_lab.dense import DenseModel, Target, per_device
 from torchrope_lab.dense.average_precision import MAX_DETECTIONS
+from torchrope_lab.mistakes import Mistake
 
 
 class DINO(DenseModel):
@@ -108,13 +109,13 @@ class DINO(DenseModel):
     ) -> None:
         super().__init__(backbone, classes)
         if channels < 64 or channels % 32:  # group norms of 32 groups need two values each, even for a map of one cell
-            raise ValueError(f"channels must be 64 or more and divisible by 32, got {channels}")
+            raise Mistake(f"channels must be 64 or more and divisible by 32, got {channels}")
         if denoising_queries < 0:
-            raise ValueError(f"denoising_queries must be 0 or more, got {denoising_queries}")
+            raise Mistake(f"denoising_queries must be 0 or more, got {denoising_queries}")
         if not 0 <= label_noise <= 2:
-            raise ValueError(f"label_noise must be at least 0 and at most 2, got {label_noise}")
+            raise Mistake(f"label_noise must be at least 0 and at most 2, got {label_noise}")
         if not box_noise > 0:
-            raise ValueError(f"box_noise must be above 0, got {box_noise}")
+            raise Mistake(f"box_noise must be above 0, got {box_noise}")
         self.queries = queries
         self.noise = {
             "num_denoising_queries": denoising_queries,
@@ -196,7 +197,7 @@ class DINO(DenseModel):
         cells = sum(math.ceil(height / stride) * math.ceil(width / stride) for stride in strides)
         if self.queries > cells:
             rule = f"queries must be at most the cells of all maps, {cells} in an image of {height}x{width}"
-            raise ValueError(f"{rule}, got {self.queries}")
+            raise Mistake(f"{rule}, got {self.queries}")
         return batch, mask
 
     def _extents(self, images: Sequence[Tensor]) -> Tensor:

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from torchrope.tensors import wide_dtype
 from torchrope_lab.dense import IGNORED
+from torchrope_lab.mistakes import Mistake
 
 Predictions = list[dict[str, Tensor]]
 
@@ -35,7 +36,7 @@ class SlidingWindows:
 
     def __init__(self, model: Any, *, crop: int = 512, stride: int = 341) -> None:
         if not 1 <= stride <= crop:
-            raise ValueError(f"stride must be between 1 and crop = {crop}, got {stride}")
+            raise Mistake(f"stride must be between 1 and crop = {crop}, got {stride}")
         self.model = model
         self.crop = crop
         self.stride = stride
@@ -72,7 +73,7 @@ class MultiScale:
         self, model: Any, *, scales: Sequence[float] = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75), flip: bool = True
     ) -> None:
         if not scales or min(scales) <= 0:
-            raise ValueError(f"scales must be one or more factors above 0, got {tuple(scales)}")
+            raise Mistake(f"scales must be one or more factors above 0, got {tuple(scales)}")
         self.model = model
         self.scales = tuple(scales)
         self.flip = flip
@@ -132,12 +133,12 @@ def per_image_counts(prediction: Tensor, map: Tensor, classes: int) -> Tensor:
     """
     predicted = prediction.argmax(dim=0) if prediction.ndim == 3 else prediction
     if predicted.shape != map.shape:
-        raise ValueError(f"a prediction must have its map's size {tuple(map.shape)}, got {tuple(predicted.shape)}")
+        raise Mistake(f"a prediction must have its map's size {tuple(map.shape)}, got {tuple(predicted.shape)}")
     labelled = map != IGNORED
     predicted, true = predicted[labelled].long(), map[labelled].long()
     if true.numel() and not 0 <= int(true.min()) <= int(true.max()) < classes:
         invalid = sorted(set(true.unique().tolist()) - set(range(classes)))
-        raise ValueError(f"a map must hold classes below {classes} or {IGNORED}, got {invalid}")
+        raise Mistake(f"a map must hold classes below {classes} or {IGNORED}, got {invalid}")
     counted = [predicted[predicted == true], predicted, true]
     return torch.stack([torch.bincount(each, minlength=classes) for each in counted])
 

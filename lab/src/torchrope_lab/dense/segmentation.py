@@ -21,6 +21,7 @@ from transformers.models.upernet.modeling_upernet import UperNetFCNHead, UperNet
 from torchrope.models import Features, pad
 from torchrope.tensors import wide_dtype, without_autocast
 from torchrope_lab.dense import IGNORED, DenseModel, Target, per_device
+from torchrope_lab.mistakes import Mistake
 
 
 class SemanticModel(DenseModel):
@@ -34,7 +35,7 @@ class SemanticModel(DenseModel):
     def __init__(self, backbone: Features, classes: Sequence[str]) -> None:
         super().__init__(backbone, classes)
         if len(classes) < 2:
-            raise ValueError(f"classes must be 2 or more, got {len(classes)}")
+            raise Mistake(f"classes must be 2 or more, got {len(classes)}")
         plain = len(backbone.strides) == 4 and len(set(backbone.strides)) == 1
         self.neck = Rescale(backbone.channels) if plain else nn.Identity()
         self.strides = tuple(Rescale.strides(backbone.strides)) if plain else tuple(map(float, backbone.strides))
@@ -94,7 +95,7 @@ class UperNet(SemanticModel):
     ) -> None:
         super().__init__(backbone, classes)
         if len(backbone.channels) < 3:
-            raise ValueError(f"UperNet needs three maps or more, got strides {backbone.strides}")
+            raise Mistake(f"UperNet needs three maps or more, got strides {backbone.strides}")
         config = UperNetConfig(
             id2label=dict(enumerate(classes)),
             hidden_size=channels,
@@ -182,9 +183,9 @@ class Mask2Former(SemanticModel):
         super().__init__(backbone, classes)
         if len(self.strides) != 4 or any(b != 2 * a for a, b in zip(self.strides, self.strides[1:], strict=False)):
             rule = "Mask2Former needs four maps, each of half the resolution of the one before or all of one stride"
-            raise ValueError(f"{rule}, got strides {backbone.strides}")
+            raise Mistake(f"{rule}, got strides {backbone.strides}")
         if channels % 32 or channels % num_heads:
-            raise ValueError(f"channels must be divisible by 32 and num_heads = {num_heads}, got {channels}")
+            raise Mistake(f"channels must be divisible by 32 and num_heads = {num_heads}, got {channels}")
         config = Mask2FormerConfig(
             id2label=dict(enumerate(classes)),
             feature_size=channels,

@@ -13,6 +13,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from torchrope_lab.mistakes import Mistake
+
 FILES = ("data_sets", "liere", "comrope", "rope-vit", "dense")
 
 
@@ -73,7 +75,7 @@ def find(name: str) -> Recipe:
         ValueError: no recipe has that name.
     """
     if name not in names():
-        raise ValueError(f"recipe must be one of {', '.join(names())}, got {name!r}")
+        raise Mistake(f"recipe must be one of {', '.join(names())}, got {name!r}")
     settings = copy.deepcopy(_resolved(name))
     described = {key: settings.pop(key) for key in Recipe.__annotations__ if key in settings}
     return Recipe(name, settings, **{"commands": _commands(name, settings), **described})

@@ -16,6 +16,7 @@ from torchrope.positions import grid
 from torchrope_lab.conclusion import NOT_DIFFERENT, one_seed
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.transforms import resize
+from torchrope_lab.mistakes import Mistake
 from torchrope_lab.results import Axis, Column, Figure, Findings
 from torchrope_lab.studies.engine.config import LEARNED
 from torchrope_lab.studies.engine.estimates import (
@@ -94,15 +95,15 @@ def _patch_size(models: Models) -> Size:
     for file in models.checkpoints:
         model, where = file.model, f"in {file.path}"
         if not isinstance(model, ViT):
-            raise ValueError(f"--checkpoint must contain a ViT for attention, got a {type(model).__name__} {where}")
+            raise Mistake(f"--checkpoint must contain a ViT for attention, got a {type(model).__name__} {where}")
         takes = (model.embed.in_channels, *model.arguments["input_size"])
         if takes != given:
             rule = f"--checkpoint must have the input shape of --data {data.name}, {_inputs(given)}"
-            raise ValueError(f"{rule}, got {_inputs(takes)} {where}")
+            raise Mistake(f"{rule}, got {_inputs(takes)} {where}")
         first = first or model
         if model.embed.patch_size != first.embed.patch_size:
             patches, received = (_shown(_name(each.embed.patch_size)) for each in (first, model))
-            raise ValueError(f"models that are compared must have the same patches, {patches}, got {received} {where}")
+            raise Mistake(f"models that are compared must have the same patches, {patches}, got {received} {where}")
     assert first is not None
     return first.embed.patch_size
 

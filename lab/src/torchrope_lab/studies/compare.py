@@ -14,6 +14,7 @@ from torchrope.files import write_whole
 from torchrope_lab.data.config import data_config
 from torchrope_lab.encodings import load_modules, resolve_encoding
 from torchrope_lab.files import holds_files, read_mapping, write_new
+from torchrope_lab.mistakes import Mistake
 from torchrope_lab.results import StudyResult
 from torchrope_lab.studies.compare_findings import Results, findings
 from torchrope_lab.studies.config import RESULTS, SCALES, CompareConfig
@@ -97,7 +98,7 @@ def compare(
 def check_scales(config: CompareConfig) -> None:
     """Raise ValueError if --scales is given for data without a lattice."""
     if not config.data.lattice and config.scales != SCALES:
-        raise ValueError(f"--scales is for data on a lattice, got {config.scales} with --data {config.data.name}")
+        raise Mistake(f"--scales is for data on a lattice, got {config.scales} with --data {config.data.name}")
 
 
 def _extended(folder: Path, config: CompareConfig) -> CompareConfig:
@@ -109,19 +110,19 @@ def _extended(folder: Path, config: CompareConfig) -> CompareConfig:
     file = folder / CONFIG
     if not file.exists():
         if folder.is_file() or (holds_files(folder) and not (folder / "runs").is_dir()):
-            raise ValueError(f"--out must be a new folder, an empty one, or one of torchrope compare, got {folder}")
+            raise Mistake(f"--out must be a new folder, an empty one, or one of torchrope compare, got {folder}")
         return config
     stored = read_mapping(file, CONFIG)
     is_of_compare = {"encodings", "seeds", "data", "model", "optim"} <= set(stored)
     if not is_of_compare or not isinstance(stored["data"], dict):
         rule = "must be a configuration of torchrope compare with encodings, seeds, data, model and optim"
-        raise ValueError(f"{file} {rule}, got {', '.join(stored) or 'nothing'}")
+        raise Mistake(f"{file} {rule}, got {', '.join(stored) or 'nothing'}")
     data = data_config(stored["data"].get("name", "digits"))
     defaults = plain(CompareConfig(data=data))  # for settings that were added after the folder was written
     earlier = {**defaults, **{key: _over(defaults.get(key), value) for key, value in stored.items()}}
     if different := differences(earlier, plain(config), ignored=(*MAY_DIFFER, *MAY_CHANGE)):
         rule = "--out must be a new folder or one of the same configuration"
-        raise ValueError(f"{rule}, got {folder} with {different}")
+        raise Mistake(f"{rule}, got {folder} with {different}")
     encodings = list(dict.fromkeys([*earlier["encodings"], *config.encodings]))
     return replace(config, encodings=encodings, seeds=max(earlier["seeds"], config.seeds))
 

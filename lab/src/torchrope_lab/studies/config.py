@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from torchrope_lab.mistakes import Mistake
 from torchrope_lab.schema import DISTINCT, OpenUnit, PositiveFloat
 from torchrope_lab.studies.engine.config import LabConfig, fitting
 
@@ -31,8 +32,8 @@ class CompareConfig(LabConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.model.task != "classify":
-            raise ValueError(f"compare needs model.head classify (for others: study dense), got {self.model.head!r}")
+            raise Mistake(f"compare needs model.head classify (for others: study dense), got {self.model.head!r}")
         if self.encodings == ENCODINGS:
             self.encodings = fitting(ENCODINGS, self.data)
         if not self.encodings:
-            raise ValueError("encodings must name 1 or more, got an empty list")
+            raise Mistake("encodings must name 1 or more, got an empty list")

@@ -15,6 +15,7 @@ from torchrope.encodings import Encoding
 from torchrope.positions import grid
 from torchrope_lab.conclusion import join_names
 from torchrope_lab.encodings import resolve_encoding
+from torchrope_lab.mistakes import Mistake
 from torchrope_lab.results import Axis, Column, Figure, Findings
 from torchrope_lab.studies.describe import label
 from torchrope_lab.studies.engine.checkpoints import Site, read_checkpoints, sites_of
@@ -168,7 +169,7 @@ def find(lab: Lab) -> Findings:
     rotating = [each for each in checkpoints if each.sites and each.sites[0].sizes]
     if not rotary and not rotating:
         names = [*lab.encodings, *(each.name for each in checkpoints)]
-        raise ValueError(f"fourier needs rotary encodings, got {', '.join(names)}")
+        raise Mistake(f"fourier needs rotary encodings, got {', '.join(names)}")
     plain = [each.name for each in checkpoints if each not in rotating]
     lab.leave_out(*(f"{name} left out: it has no rotary encoding." for name in plain))
     if left_out := [name for name in lab.encodings if name not in rotary]:

@@ -21,6 +21,7 @@ from torchrope.positions import grid
 from torchrope_lab.conclusion import Interval, join_names
 from torchrope_lab.encodings import load_modules
 from torchrope_lab.files import read_mapping
+from torchrope_lab.mistakes import Mistake
 from torchrope_lab.probes.abilities import ABILITIES, Ability, weights_of
 from torchrope_lab.probes.config import ProbesConfig
 from torchrope_lab.probes.layer import CONDITIONS, TRAINED, Probe, score, train_probe
@@ -149,7 +150,7 @@ def find(lab: Lab) -> Findings:
     if too_many := [ability.name for ability in abilities if ability.axes > config.axes]:
         if config.abilities:
             rule = f"--probes.abilities {too_many[0]} needs {ABILITIES[too_many[0]].axes} axes or more"
-            raise ValueError(f"{rule}, got --probes.axes {config.axes}")
+            raise Mistake(f"{rule}, got --probes.axes {config.axes}")
         abilities = [ability for ability in abilities if ability.name not in too_many]
     encodings = _buildable(lab, config)
     jobs = [
@@ -164,7 +165,7 @@ def find(lab: Lab) -> Findings:
     for name, job in diverged.items():
         lab.leave_out(f"{label(name)} is left out: its training diverged ({job.ability}, seed {job.seed}).")
     if not (encodings := [name for name in encodings if name not in diverged]):
-        raise ValueError(f"none of the encodings can be probed: {' '.join(lab.left_out)}")
+        raise Mistake(f"none of the encodings can be probed: {' '.join(lab.left_out)}")
     results = Results(encodings, abilities, config.channels[0], len(lab.seeds), measured)
     predicted = _predictions(results)
     return Findings(
@@ -191,7 +192,7 @@ def _buildable(lab: Lab, config: ProbesConfig) -> list[str]:
         except ValueError as error:
             lab.leave_out(f"{label(encoding)} is left out: {error}.")
     if not built:
-        raise ValueError(f"none of the encodings can be probed: {' '.join(lab.left_out) or 'none is given'}")
+        raise Mistake(f"none of the encodings can be probed: {' '.join(lab.left_out) or 'none is given'}")
     return built
 
 

@@ -12,6 +12,7 @@ from torchrope_lab.conclusion import Interval, join_names, one_seed
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import resolve_encoding
+from torchrope_lab.mistakes import Mistake
 from torchrope_lab.results import Axis, Column, Figure, Findings, Table
 from torchrope_lab.studies.engine.estimates import (
     NONE_POSSIBLE,
@@ -76,7 +77,7 @@ def _sizes_of(lab: Lab, patch_size: Sequence[int]) -> Sizes:
         return Sizes(tuple(scaled_sizes(data, patch_size, SCALES)), trained, axis)
     others = {size_of(pixels, data, patch_size, "--sizes") for pixels in lab.sizes}
     if others == {trained}:
-        raise ValueError(f"--sizes must include one other than the training size, got {trained[-1]}")
+        raise Mistake(f"--sizes must include one other than the training size, got {trained[-1]}")
     return Sizes(tuple(sorted({*others, trained})), trained, axis)
 
 
@@ -220,7 +221,7 @@ def _right(runs: Sequence[Trained], lab: Lab, size: Size, adaptation: Adaptation
     """Return the answers of an encoding's runs at a size; raise ValueError for models that cannot be adapted."""
     measured = [run.measured(_measure(lab, adaptation, size).name) for run in runs]
     if refused := next((found["refused"] for found in measured if "refused" in found), None):
-        raise ValueError(refused)
+        raise Mistake(refused)
     return np.stack([np.equal(answers["labels"], answers["predicted"]).astype(float) for answers in measured])
 
 

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from torchrope_lab.mistakes import Mistake
+
 SIGNAL_SECONDS = 120
 """Time between the signal to a job and its time limit."""
 
@@ -21,7 +23,7 @@ def parse_slurm(text: str) -> dict[str, Any]:
     for part in text.split(","):
         name, equals, value = part.strip().partition("=")
         if not equals or not name or not value:
-            raise ValueError(f"--slurm must be NAME=VALUE,..., got {text!r}")
+            raise Mistake(f"--slurm must be NAME=VALUE,..., got {text!r}")
         options[name.replace("-", "_")] = int(value) if value.isdecimal() else value
     return options
 
@@ -37,19 +39,19 @@ def slurm_executor(logs: Path, options: dict[str, Any]) -> Any:
         ValueError: submitit or Slurm is missing, or an option is unknown.
     """
     if "time" not in options:
-        raise ValueError(f"--slurm must include time=MINUTES, got {', '.join(options) or 'nothing'}")
+        raise Mistake(f"--slurm must include time=MINUTES, got {', '.join(options) or 'nothing'}")
     try:
         import submitit
     except ImportError:
-        raise ValueError("--slurm requires submitit, which is not installed: pip install submitit") from None
+        raise Mistake("--slurm requires submitit, which is not installed: pip install submitit") from None
     try:
         executor = submitit.SlurmExecutor(logs)
     except RuntimeError:
-        raise ValueError("Slurm not found (no srun); --parallel N runs the jobs on this machine") from None
+        raise Mistake("Slurm not found (no srun); --parallel N runs the jobs on this machine") from None
     valid = sorted(set(executor._valid_parameters()) - {"additional_parameters", "array_parallelism"})
     unknown = [name for name in options if name not in valid]
     if unknown:
-        raise ValueError(f"--slurm options are {', '.join(valid)}, got {unknown[0]!r}")
+        raise Mistake(f"--slurm options are {', '.join(valid)}, got {unknown[0]!r}")
     notice = options.pop("signal_delay_s", SIGNAL_SECONDS)
     signal = {"signal": f"SIGUSR1@{notice}", "requeue": True}  # handled by SaveOnSignal, instead of submitit's signal
     executor.update_parameters(**{"job_name": "torchrope", **options}, additional_parameters=signal)

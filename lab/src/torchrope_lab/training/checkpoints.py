@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchrope.files import write_whole
 from torchrope_lab.files import EVALUATION
+from torchrope_lab.mistakes import Mistake
 
 CHECKPOINT = "checkpoint.ckpt"
 WITHIN_EPOCH = "within-epoch.ckpt"
@@ -161,9 +162,9 @@ def check_resumable(path: Path, trainer: pl.Trainer, module: Any) -> None:
         raise damaged(path)
 
 
-def damaged(path: Path) -> ValueError:
+def damaged(path: Path) -> Mistake:
     """Build the error for a checkpoint from which no run can resume."""
-    return ValueError(f"a checkpoint must be complete, got a damaged one; delete it: {path}")
+    return Mistake(f"a checkpoint must be complete, got a damaged one; delete it: {path}")
 
 
 def _are_counts(value: Any) -> bool:
@@ -221,4 +222,4 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     try:
         return safetensors.torch.load_file(folder / WEIGHTS)
     except safetensors.SafetensorError as error:
-        raise ValueError(f"weights must be complete, got a damaged file: {folder / WEIGHTS} ({error})") from None
+        raise Mistake(f"weights must be complete, got a damaged file: {folder / WEIGHTS} ({error})") from None

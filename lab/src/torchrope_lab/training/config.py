@@ -7,6 +7,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 from torchrope_lab.data.config import DataConfig, DigitsConfig, VolumesConfig
+from torchrope_lab.mistakes import Mistake
 from torchrope_lab.modules import load_module
 from torchrope_lab.schema import (
     DISTINCT,
@@ -151,36 +152,36 @@ class ModelConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.unit_mm is not None and self.jitter:
-            raise ValueError(f"jitter must be 0 with unit_mm, got {self.jitter}")
+            raise Mistake(f"jitter must be 0 with unit_mm, got {self.jitter}")
         self._check_head()
         for one in fields(self):
             default = one.default if one.default_factory is MISSING else one.default_factory()
             readers = _READ_BY.get(one.name, (self.backbone,))
             if getattr(self, one.name) != default and self.backbone not in readers:
                 rule = f"{one.name} is a setting of backbone {' and '.join(readers)} only"
-                raise ValueError(f"{rule}, got {getattr(self, one.name)}")
+                raise Mistake(f"{rule}, got {getattr(self, one.name)}")
         if self.attention == "linear" and self.attention_dropout:
             rule = "attention_dropout is for softmax attention only"
-            raise ValueError(f"{rule}, got {self.attention_dropout} with attention linear")
+            raise Mistake(f"{rule}, got {self.attention_dropout} with attention linear")
 
     def _check_head(self) -> None:
         """Raise ValueError for settings that the head does not have."""
         if self.backbone == "transformer" and self.task != "classify":
-            raise ValueError(f"head must be classify with backbone transformer, got {self.head!r}")
+            raise Mistake(f"head must be classify with backbone transformer, got {self.head!r}")
         windowed = self.backbone == "swin" or self.task != "classify"
         if self.window_size is not None and not windowed:
             rule = "window_size is a setting of backbone swin, or of vit with another head than classify"
-            raise ValueError(f"{rule}, got {self.window_size}")
+            raise Mistake(f"{rule}, got {self.window_size}")
         if self.global_layers is not None and (self.backbone == "swin" or self.window_size is None):
-            raise ValueError(f"global_layers is for a vit with window_size, got {self.global_layers}")
+            raise Mistake(f"global_layers is for a vit with window_size, got {self.global_layers}")
         for name in ("head_channels", "num_queries"):
             value = getattr(self, name)
             if value is not None and self.task == "classify":
-                raise ValueError(f"{name} is for other heads than classify, got {value}")
+                raise Mistake(f"{name} is for other heads than classify, got {value}")
         if self.num_queries is not None and self.head not in ("mask2former", "dino"):
-            raise ValueError(f"num_queries is a setting of mask2former and dino only, got {self.num_queries}")
+            raise Mistake(f"num_queries is a setting of mask2former and dino only, got {self.num_queries}")
         if self.head_dropout and self.head != "upernet":
-            raise ValueError(f"head_dropout is a setting of upernet only, got {self.head_dropout}")
+            raise Mistake(f"head_dropout is a setting of upernet only, got {self.head_dropout}")
 
     @property
     def task(self) -> str:
@@ -263,14 +264,14 @@ class OptimConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.loss == "bce" and self.label_smoothing:
-            raise ValueError(f"label_smoothing is for cross-entropy only, got {self.label_smoothing} with loss bce")
+            raise Mistake(f"label_smoothing is for cross-entropy only, got {self.label_smoothing} with loss bce")
         if self.min_lr > self.lr:
-            raise ValueError(f"min_lr must be between 0 and lr = {self.lr}, got {self.min_lr}")
+            raise Mistake(f"min_lr must be between 0 and lr = {self.lr}, got {self.min_lr}")
         if bool(self.milestones) != (self.schedule == "step"):
             rule = "milestones must be given with schedule step, and with no other"
-            raise ValueError(f"{rule}, got {self.milestones} with {self.schedule}")
+            raise Mistake(f"{rule}, got {self.milestones} with {self.schedule}")
         if any(not 0 < epoch < self.epochs for epoch in self.milestones):
-            raise ValueError(f"milestones must be between 0 and epochs = {self.epochs}, got {self.milestones}")
+            raise Mistake(f"milestones must be between 0 and epochs = {self.epochs}, got {self.milestones}")
 
 
 @dataclass
@@ -342,7 +343,7 @@ class RunConfig(Settings):
         check_spacing(self.model, self.data)
         if self.optim.train_sizes and self.model.task != "classify":
             rule = "--optim.train_sizes requires model.head classify"
-            raise ValueError(f"{rule}, got {', '.join(map(str, self.optim.train_sizes))} with {self.model.head}")
+            raise Mistake(f"{rule}, got {', '.join(map(str, self.optim.train_sizes))} with {self.model.head}")
 
 
 @dataclass
@@ -361,11 +362,11 @@ def check_spacing(model: ModelConfig, data: DataConfig) -> None:
     if model.unit_mm is None:
         return
     if not isinstance(data, VolumesConfig):
-        raise ValueError(f"--model.unit_mm is for --data volumes and rsna only, got --data {data.name}")
+        raise Mistake(f"--model.unit_mm is for --data volumes and rsna only, got --data {data.name}")
     for name in ("mixup", "cutmix"):
         if getattr(data.augment, name):
             rule = "--model.unit_mm needs one voxel spacing per volume, which a mix of two does not have"
-            raise ValueError(f"{rule}, got --data.augment.{name} {getattr(data.augment, name)}")
+            raise Mistake(f"{rule}, got --data.augment.{name} {getattr(data.augment, name)}")
 
 
 def plain(config: Any) -> dict[str, Any]:
@@ -413,7 +414,7 @@ def read_config(stored: Any, allow: Sequence[str] = ()) -> RunConfig:
     """
     required = ("encoding", "seed", "data", "model", "optim")
     if missing := [name for name in required if name not in stored]:
-        raise ValueError(f"{CONFIG} must be the configuration of a torchrope run, got one without {missing[0]}")
+        raise Mistake(f"{CONFIG} must be the configuration of a torchrope run, got one without {missing[0]}")
     load_module(str(stored["data"].get("name")) if isinstance(stored["data"], dict) else "", allow)
     known = {f.name: stored[f.name] for f in fields(RunConfig) if f.name in stored}
     return build(RunConfig, known, CONFIG, strict=True)

@@ -6,6 +6,7 @@ from torch import nn
 
 from torchrope.models import Features, ViT
 from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.mistakes import Mistake, as_mistake
 from torchrope_lab.training.config import ModelConfig, RunConfig
 from torchrope_lab.training.models import build_model, on_lattice
 from torchrope_lab.training.module import Module
@@ -26,6 +27,7 @@ def build_dense_module(config: RunConfig, data: DataModule) -> Module:
     return (Segmenter if config.model.task == "segment" else Detector)(model, config.optim)
 
 
+@as_mistake()
 def build_features(encoding: str, config: ModelConfig, data: DataModule) -> Features:
     """Build the backbone of a configuration: the stages of a Swin; of a ViT four layers for UperNet, else a pyramid.
 
@@ -66,4 +68,4 @@ def build_head(config: ModelConfig, features: Features, data: DataModule) -> nn.
             from torchrope_lab.dense.detr import DINO
 
             return DINO(features, classes, channels=channels, mlp_dim=8 * channels, **queries)
-    raise ValueError(f"head must be one for segmentation or detection, got {config.head!r}")
+    raise Mistake(f"head must be one for segmentation or detection, got {config.head!r}")

@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning_fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
+from torchrope_lab.mistakes import Mistake
 from torchrope_lab.training.config import RunConfig
 
 
@@ -47,5 +48,5 @@ def accumulation_steps(config: RunConfig, devices: int) -> int:
     effective = config.optim.effective_batch or batch
     if effective % batch:
         what = f"batch_size · devices = {config.data.batch_size} · {devices}"
-        raise ValueError(f"effective_batch must be a multiple of {what}, got {effective}")
+        raise Mistake(f"effective_batch must be a multiple of {what}, got {effective}")
     return effective // batch

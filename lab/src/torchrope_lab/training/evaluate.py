@@ -17,6 +17,7 @@ from torchrope.lattice import Lattice
 from torchrope.models import Swin, ViT
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.transforms import resize, shuffle_patches, shuffle_positions
+from torchrope_lab.mistakes import Mistake
 from torchrope_lab.statistics import accuracy_interval
 from torchrope_lab.training.models import Model, TokenClassifier
 from torchrope_lab.training.sizes import KEPT_AXES
@@ -192,11 +193,11 @@ def keep_range(model: Model) -> None:
     """
     if not isinstance(model, ViT):
         what = "a Swin, whose positions are in its windows" if isinstance(model, Swin) else "tokens at any positions"
-        raise ValueError(f"the model must be a ViT to keep the range of positions, got {what}")
+        raise Mistake(f"the model must be a ViT to keep the range of positions, got {what}")
     lattice = model.position_map
     if not isinstance(lattice, Lattice) or lattice.unit is not None or lattice.per != "one":
         rule = "positions must be those of a lattice with a spacing to keep their range"
-        raise ValueError(f"{rule}, got {lattice if isinstance(lattice, Lattice) else type(lattice).__name__}")
+        raise Mistake(f"{rule}, got {lattice if isinstance(lattice, Lattice) else type(lattice).__name__}")
     trained = model.embed.lattice(model.arguments["input_size"])
     model.position_map = Lattice(lattice.spacing, lattice.origin, per="size", train_sizes=trained)
 
@@ -217,7 +218,7 @@ def windows_at(model: Model, size: Sequence[int], window_size: WindowSize | None
         return None
     if not isinstance(model, Swin):
         kind = "ViT" if isinstance(model, ViT) else "Transformer"
-        raise ValueError(f"window_size is for a Swin, got {window_size} for a {kind}, which has no windows")
+        raise Mistake(f"window_size is for a Swin, got {window_size} for a {kind}, which has no windows")
     inputs = model.arguments["input_size"]
     trained = per_axis_window(model.arguments["window_size"], len(inputs))
     pairs = list(zip(trained, size, inputs, strict=True))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from torchrope_lab.mistakes import Mistake
 from torchrope_lab.training.checkpoints import newest
 from torchrope_lab.training.cost import training_step
 from torchrope_lab.training.history import Summed, of_all_processes
@@ -21,7 +22,7 @@ MAX_NAMES = 8
 """Largest number of examples that an error names."""
 
 
-class Diverged(ValueError):
+class Diverged(Mistake):
     """The loss or a gradient is not finite, or the loss is too large."""
 
 

@@ -15,6 +15,7 @@ from torchrope.lattice import spaced
 from torchrope.models import ACTIVATIONS, Swin, ViT
 from torchrope_lab.data.build import make_data
 from torchrope_lab.files import read_mapping
+from torchrope_lab.mistakes import Mistake, as_mistake
 from torchrope_lab.training.checkpoints import CHECKPOINT, WEIGHTS, read_weights
 from torchrope_lab.training.config import CONFIG, RunConfig, read_config
 from torchrope_lab.training.models import Model, build_model
@@ -27,6 +28,7 @@ _SETTINGS = (
 """Arguments of `ViT` and `Swin` that decide what weights compute."""
 
 
+@as_mistake()
 def initialise(model: nn.Module, source: str) -> None:
     """Load the weights of a run or of a public checkpoint into a model.
 
@@ -76,7 +78,7 @@ def read_model(source: str | os.PathLike[str]) -> Any:
         return model_of_run(path)
     if path.is_dir() and not (path / FILE).exists():
         hint = f"; a folder of transformers is hf:{path}" if (path / "config.json").exists() else ""
-        raise ValueError(f"a folder must contain {FILE}, or {CONFIG} and {WEIGHTS}, got {path} without them{hint}")
+        raise Mistake(f"a folder must contain {FILE}, or {CONFIG} and {WEIGHTS}, got {path} without them{hint}")
     return convert.read_model(source)
 
 
@@ -93,7 +95,7 @@ def model_of_run(folder: Path) -> Model:
     """
     config = config_of_run(folder)
     if config.model.task != "classify":
-        raise ValueError(f"a run must be of model.head classify, got {config.model.head} in {folder}")
+        raise Mistake(f"a run must be of model.head classify, got {config.model.head} in {folder}")
     weights = weights_of_run(folder)
     data = make_data(config.data)
     data.classes = tuple(map(str, range(len(weights["head.weight"]))))
@@ -101,7 +103,7 @@ def model_of_run(folder: Path) -> Model:
     try:
         model.load_state_dict(weights)
     except RuntimeError:
-        raise ValueError(f"weights must fit the model of the run's {CONFIG}, which those in {folder} do not") from None
+        raise Mistake(f"weights must fit the model of the run's {CONFIG}, which those in {folder} do not") from None
     return model.eval()
 
 
@@ -119,21 +121,21 @@ def config_of_run(folder: Path) -> RunConfig:
 def _check_settings(model: Any, trained: Any, source: str) -> None:
     """Raise ValueError if a model computes another function of the same weights, with the settings to give."""
     if type(model) is not type(trained):
-        raise ValueError(f"init must be a {type(model).__name__}, got a {type(trained).__name__} in {source}")
+        raise Mistake(f"init must be a {type(model).__name__}, got a {type(trained).__name__} in {source}")
     mine, theirs = _settings(model), _settings(trained)
     if not source.startswith(HUBS) and "activation" in theirs:
         theirs["activation"] = mine["activation"]  # not in the files of most checkpoints
     differing = [name for name in theirs if mine[name] != theirs[name]]
     if differing:
         options = ", ".join(f"{name} {theirs[name]} instead of {mine[name]}" for name in differing)
-        raise ValueError(f"the model must have the settings of {source}, got {options}")
+        raise Mistake(f"the model must have the settings of {source}, got {options}")
     encodings = [[type(part) for part in one.modules() if isinstance(part, Encoding)] for one in (model, trained)]
     if isinstance(model, ViT) and {*encodings[0]} & {*encodings[1]}:
         sizes = model.embed.lattice(model.arguments["input_size"])
         own, given = (spaced(one.position_map, sizes) for one in (model, trained))
         if own != given:
             wanted = " and ".join(f"model.{name} {value}" for name, value in given.items())
-            raise ValueError(f"positions must be those of {source}, which has {wanted}, got {own}")
+            raise Mistake(f"positions must be those of {source}, which has {wanted}, got {own}")
 
 
 def _settings(model: ViT | Swin) -> dict[str, Any]:
@@ -159,7 +161,7 @@ def _load_weights(model: nn.Module, stored: dict[str, Tensor], source: str) -> N
     wrong = [name for name in loaded if name in differing]
     if wrong:
         shapes = ", ".join(f"{name} {_shape(stored, name)} instead of {_shape(current, name)}" for name in wrong[:3])
-        raise ValueError(f"init must be the same model except for its rotary encoding, got {shapes} in {source}")
+        raise Mistake(f"init must be the same model except for its rotary encoding, got {shapes} in {source}")
     model.load_state_dict({name: stored[name] for name in loaded}, strict=False)
     for name, encoding in model.named_modules():
         if not isinstance(encoding, Encoding):

@@ -17,6 +17,7 @@ from torchrope.positions import per_axis
 from torchrope.tensors import can_read
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import resolve_encoding
+from torchrope_lab.mistakes import Mistake, as_mistake
 from torchrope_lab.training.config import TASKS, ModelConfig
 
 
@@ -57,10 +58,11 @@ def on_lattice(model: Model) -> ViT | Swin:
         ValueError: its tokens have any positions.
     """
     if isinstance(model, TokenClassifier):
-        raise ValueError("a model must be one of patches on a lattice, got one of tokens at any positions")
+        raise Mistake("a model must be one of patches on a lattice, got one of tokens at any positions")
     return model
 
 
+@as_mistake()
 def build_model(encoding: str, config: ModelConfig, data: DataModule) -> Model:
     """Build the model of a configuration for a data set.
 
@@ -76,7 +78,7 @@ def build_model(encoding: str, config: ModelConfig, data: DataModule) -> Model:
     check_backbone(config, data)
     if config.task not in data.tasks:
         heads = ", ".join(head for head, task in TASKS.items() if task in data.tasks)
-        raise ValueError(f"{data.name} is for model.head {heads}, got {config.head!r}")
+        raise Mistake(f"{data.name} is for model.head {heads}, got {config.head!r}")
     build: dict[str, Callable[..., Model]] = {"vit": build_vit, "swin": build_swin, "transformer": build_transformer}
     return build[config.backbone](encoding, config, data)
 
@@ -85,7 +87,7 @@ def check_backbone(config: ModelConfig, data: DataModule) -> None:
     """Raise ValueError if the backbone needs a lattice and the data have none, or the other way round."""
     if data.lattice == (config.backbone == "transformer"):
         fitting = "vit or swin" if data.lattice else "transformer"
-        raise ValueError(f"--model.backbone must be {fitting} for --data {data.name}, got {config.backbone}")
+        raise Mistake(f"--model.backbone must be {fitting} for --data {data.name}, got {config.backbone}")
 
 
 def check_patches(config: ModelConfig, data: DataModule) -> None:
@@ -102,7 +104,7 @@ def check_patches(config: ModelConfig, data: DataModule) -> None:
     fits = len(patch) == len(sizes) and not any(size % side for size, side in zip(sizes, patch, strict=True))
     if config.task == "classify" and not fits:
         rule, received = "input sizes must be multiples of --model.patch_size", ", ".join(map(str, sizes))
-        raise ValueError(f"{rule} {', '.join(map(str, patch))}, got {received} ({', '.join(data.axes)} of {data.name})")
+        raise Mistake(f"{rule} {', '.join(map(str, patch))}, got {received} ({', '.join(data.axes)} of {data.name})")
 
 
 def build_vit(encoding: str, config: ModelConfig, data: DataModule) -> ViT:
@@ -218,7 +220,7 @@ def _rotary(choice: Choice, config: ModelConfig) -> Any:
 def _with(build: Any, choice: Choice, setting: str, **argument: Any) -> Any:
     (name,) = argument
     if not takes(build, name):
-        raise ValueError(f"{setting} is for encodings that take {name}, got {choice.name}")
+        raise Mistake(f"{setting} is for encodings that take {name}, got {choice.name}")
     return partial(build, **argument)
 
 

@@ -21,12 +21,14 @@ from torchrope.models import Swin, ViT
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import ColourConfig, DataConfig
 from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.mistakes import Mistake, as_mistake
 from torchrope_lab.training.evaluate import keep_range
 
 NORMALISATION = {**dict.fromkeys((rope_vit, timm_vit, rope_swin), "imagenet"), comrope: "half"}
 """Input normalisation of each family of checkpoints: timm's default for ImageNet, or ComRoPE's."""
 
 
+@as_mistake()
 def load_checkpoint(
     file: Path,
     config: DataConfig,
@@ -65,13 +67,11 @@ def load_checkpoint(
     actual = {"axes": data.num_axes, "channels": data.in_channels}
     for what, number in required.items():
         if actual[what] != number:
-            raise ValueError(
-                f"--data must have the {number} {what} of the checkpoint, got {actual[what]} of {data.name}"
-            )
+            raise Mistake(f"--data must have the {number} {what} of the checkpoint, got {actual[what]} of {data.name}")
     data.setup()
     classes = model.arguments["num_outputs"]
     if classes != data.num_classes:
-        raise ValueError(f"--data must have the {classes} classes of the checkpoint, got {data.num_classes}")
+        raise Mistake(f"--data must have the {classes} classes of the checkpoint, got {data.num_classes}")
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), data
 
 
@@ -79,17 +79,17 @@ def _fitted(config: DataConfig, input_size: tuple[int, ...], family: Any, given:
     """Return the data's settings with the size and the normalisation of a checkpoint."""
     *leading, height, width = input_size
     if height != width:
-        raise ValueError(f"a checkpoint must be for square images, got {height} x {width} pixels")
+        raise Mistake(f"a checkpoint must be for square images, got {height} x {width} pixels")
     changes: dict[str, Any] = {"size": width}
     if leading and hasattr(config, "frames"):
         changes["frames"] = leading[0]
     for name, value in changes.items():
         if name in given and getattr(config, name) != value:
             rule = f"--data.{name} must be that of the checkpoint, {value}"
-            raise ValueError(f"{rule} (for other sizes give --sizes), got {getattr(config, name)}")
+            raise Mistake(f"{rule} (for other sizes give --sizes), got {getattr(config, name)}")
     if isinstance(config, ColourConfig) and "normalise" not in given:
         if family not in NORMALISATION:
             rule = f"--data.normalise is required for {family.FAMILY}, whose checkpoints do not store it"
-            raise ValueError(f"{rule}: imagenet, half, liere or measured")
+            raise Mistake(f"{rule}: imagenet, half, liere or measured")
         changes["normalise"] = NORMALISATION[family]
     return replace(config, **changes)

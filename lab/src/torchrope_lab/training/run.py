@@ -25,6 +25,7 @@ from torchrope_lab.data.config import with_crop_ratio
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import load_modules
 from torchrope_lab.files import CURVE, holds_files, read_mapping, write_new
+from torchrope_lab.mistakes import Mistake, as_mistake
 from torchrope_lab.training.averaging import AveragedWeights
 from torchrope_lab.training.checkpoints import (
     CHECKPOINT,
@@ -116,33 +117,34 @@ def train(
     resume, data.resume_at = checkpoint or (None, (0, 0))
     history = History(folder / CURVE, on_epoch)
     with lightning_quiet():
-        trainer = pl.Trainer(
-            max_epochs=config.optim.epochs,
-            gradient_clip_val=config.optim.clip or None,
-            callbacks=[
-                SeedEpoch(config.seed),
-                history,
-                KeepSkipped(folder, data),
-                *callbacks(config, data, folder, module.chance_loss),
-                *trainer_settings.pop("callbacks", []),
-            ],
-            plugins=[WholeCheckpoints(plain(config))],
-            default_root_dir=folder,
-            reload_dataloaders_every_n_epochs=1,  # loaders are functions of seed and epoch
-            use_distributed_sampler=False,  # loaders already select their rank's examples
-            **with_devices(
-                {
-                    **QUIET,
-                    "precision": PRECISIONS[config.run.precision],
-                    "logger": loggers(config, folder) or False,
-                    **trainer_settings,
-                }
-            ),
-        )
+        with as_mistake():
+            trainer = pl.Trainer(
+                max_epochs=config.optim.epochs,
+                gradient_clip_val=config.optim.clip or None,
+                callbacks=[
+                    SeedEpoch(config.seed),
+                    history,
+                    KeepSkipped(folder, data),
+                    *callbacks(config, data, folder, module.chance_loss),
+                    *trainer_settings.pop("callbacks", []),
+                ],
+                plugins=[WholeCheckpoints(plain(config))],
+                default_root_dir=folder,
+                reload_dataloaders_every_n_epochs=1,  # loaders are functions of seed and epoch
+                use_distributed_sampler=False,  # loaders already select their rank's examples
+                **with_devices(
+                    {
+                        **QUIET,
+                        "precision": PRECISIONS[config.run.precision],
+                        "logger": loggers(config, folder) or False,
+                        **trainer_settings,
+                    }
+                ),
+            )
         if config.optim.effective_batch is not None:
             trainer.accumulate_grad_batches = accumulation_steps(config, trainer.world_size)
         if config.optim.commutator and isinstance(trainer.strategy, ModelParallelStrategy):
-            raise ValueError(f"optim.commutator is not for strategy fsdp2, got {config.optim.commutator}")
+            raise Mistake(f"optim.commutator is not for strategy fsdp2, got {config.optim.commutator}")
         if trainer.is_global_zero:
             _write_config(folder, config)
             if resume is not None:
@@ -164,7 +166,7 @@ def train(
         finally:
             data.train_sizes = ()  # later loaders have the data's size
     if not fits:
-        raise ValueError(_out_of_memory(config, data, trainer))
+        raise Mistake(_out_of_memory(config, data, trainer))
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         module = build_module(config, data)  # the file holds full tensors, this process only shards
         module.load_state_dict(read_weights(folder))
@@ -218,13 +220,13 @@ def _write_config(folder: Path, config: RunConfig) -> None:
     """Write the configuration to the folder; raise ValueError if it holds another configuration or other files."""
     file = folder / CONFIG
     if not file.exists() and holds_files(folder, ignored=["logs"]):  # a logger may have begun
-        raise ValueError(f"a run's folder must be new, empty or that of a run, got {folder} with other files")
+        raise Mistake(f"a run's folder must be new, empty or that of a run, got {folder} with other files")
     settings = yaml.safe_dump(plain(config), sort_keys=False)
     if file.exists() or not write_new(file, settings):  # of two commands at once, the second finds the first's
         different = differences(plain(read_config(read_mapping(file, CONFIG))), plain(config), ignored=MAY_CHANGE)
         if different:
             rule = "a run's folder must be new or of the same configuration"
-            raise ValueError(f"{rule}, got {folder} with {different}")
+            raise Mistake(f"{rule}, got {folder} with {different}")
         write_whole(file, settings)
 
 
@@ -239,7 +241,7 @@ def _check_examples(folder: Path, data: DataModule, what_follows: str) -> None:
     trained, now = read_mapping(folder / EXAMPLES, EXAMPLES), _examples_of(data)
     if trained.get("classes") != now["classes"]:
         classes = ", ".join(map(str, trained.get("classes") or ["none"]))
-        raise ValueError(f"data of {folder} must have the classes {classes}, got {', '.join(now['classes'])}")
+        raise Mistake(f"data of {folder} must have the classes {classes}, got {', '.join(now['classes'])}")
     if trained.get("fingerprint") != now["fingerprint"]:
         logger.warning("the data have other examples than in the training of %s: %s", folder, what_follows)
 
@@ -262,7 +264,7 @@ def load(
     trained = (folder / CHECKPOINT).exists() or (folder / WEIGHTS).exists()
     if not (folder / CONFIG).exists() or not trained:
         missing = WEIGHTS if (folder / CONFIG).exists() else CONFIG
-        raise ValueError(
+        raise Mistake(
             f"a run's folder must contain {CONFIG} and {WEIGHTS} or {CHECKPOINT}, got {folder} without {missing}"
         )
     config = read_config(read_mapping(folder / CONFIG, CONFIG), allow)
@@ -279,9 +281,7 @@ def load(
     try:
         module.load_state_dict(weights)
     except RuntimeError as error:
-        raise ValueError(
-            f"weights must fit the model of the run's config.yaml, which those in {folder} do not"
-        ) from error
+        raise Mistake(f"weights must fit the model of the run's config.yaml, which those in {folder} do not") from error
     return config, data, module.to("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.mistakes import Mistake
 from torchrope_lab.training.config import ModelConfig, OptimConfig
 
 Size = tuple[int, ...]
@@ -21,7 +22,7 @@ def training_sizes(optim: OptimConfig, model: ModelConfig, data: DataModule) -> 
         return ()
     if not data.lattice:
         rule = "--optim.train_sizes is for data on a lattice"
-        raise ValueError(f"{rule}, got {', '.join(map(str, optim.train_sizes))} with --data {data.name}")
+        raise Mistake(f"{rule}, got {', '.join(map(str, optim.train_sizes))} with --data {data.name}")
     patch_size = model.patch_size * data.num_axes if len(model.patch_size) == 1 else model.patch_size
     return tuple(size_of(pixels, data, patch_size, "--optim.train_sizes") for pixels in optim.train_sizes)
 
@@ -42,7 +43,7 @@ def size_of(pixels: int, data: DataModule, patch_size: Sequence[int], option: st
     """
     if data.axes[-1] in KEPT_AXES:
         rule = f"{option} is for data whose last axis is not {data.axes[-1]}"
-        raise ValueError(f"{rule}, got axes {', '.join(data.axes)}")
+        raise Mistake(f"{rule}, got axes {', '.join(data.axes)}")
     last, size = data.input_size[-1], []
     for axis, length, patch in zip(data.axes, data.input_size, patch_size, strict=True):
         if axis in KEPT_AXES:
@@ -50,7 +51,7 @@ def size_of(pixels: int, data: DataModule, patch_size: Sequence[int], option: st
         elif length != last:
             size.append(patch * max(1, round(pixels * length / last / patch)))
         elif pixels % patch:
-            raise ValueError(f"{option} must be multiples of the patch size, {patch} pixels, got {pixels}")
+            raise Mistake(f"{option} must be multiples of the patch size, {patch} pixels, got {pixels}")
         else:
             size.append(pixels)
     return tuple(size)

@@ -14,6 +14,7 @@ from pytorch_lightning.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoa
 
 from torchrope.files import write_whole
 from torchrope.models import ViT
+from torchrope_lab.mistakes import Mistake
 from torchrope_lab.training.checkpoints import completes_step
 from torchrope_lab.training.config import RunConfig, flat, plain
 from torchrope_lab.training.generators import generator_measures
@@ -140,5 +141,5 @@ def _logger(name: str, folder: Path) -> Logger:
                 uri = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{logs.absolute() / 'mlflow.db'}")
                 return MLFlowLogger("torchrope", run_name=title, tracking_uri=uri, run_id=run_id)
     except ModuleNotFoundError:
-        raise ValueError(f"logger {name!r} needs a package that is not installed: pip install {name}") from None
-    raise ValueError(f"logs must be csv, tensorboard, wandb or mlflow, got {name!r}")
+        raise Mistake(f"logger {name!r} needs a package that is not installed: pip install {name}") from None
+    raise Mistake(f"logs must be csv, tensorboard, wandb or mlflow, got {name!r}")

@@ -12,6 +12,7 @@ from torchrope.integrations import Rotary, adapt
 from torchrope.lattice import spaced
 from torchrope.models import Swin, Transformer, ViT
 from torchrope.positions import PerAxis
+from torchrope_lab.mistakes import Mistake
 from torchrope_lab.studies.describe import label_of
 from torchrope_lab.training.checkpoints import CHECKPOINT, WEIGHTS
 from torchrope_lab.training.config import CONFIG
@@ -80,7 +81,7 @@ def _place(path: str) -> Path:
     """Resolve a path: for a weights file of a run, return the run's folder."""
     place = Path(path).expanduser()
     if not place.exists():
-        raise ValueError(f"--checkpoint must be an existing file or folder, got {path}")
+        raise Mistake(f"--checkpoint must be an existing file or folder, got {path}")
     is_of_run = place.name in (WEIGHTS, CHECKPOINT) and (place.parent / CONFIG).exists()
     return place.parent if is_of_run else place
 
@@ -92,7 +93,7 @@ def _short_names(places: Sequence[Path], others: Collection[str]) -> list[str]:
         names = ["/".join(each[-count:]) for each in parts]
         if len({*names, *others}) == len(names) + len(set(others)):
             return names
-    raise ValueError(f"--checkpoint must not name a model twice, got {', '.join(map(str, places))}")
+    raise Mistake(f"--checkpoint must not name a model twice, got {', '.join(map(str, places))}")
 
 
 def _read(place: Path, name: str) -> Checkpoint:
@@ -100,7 +101,7 @@ def _read(place: Path, name: str) -> Checkpoint:
         model = read_model(place)
         sites = sites_of(model)
     except ValueError as error:
-        raise ValueError(f"--checkpoint {place} cannot be read: {error}") from None
+        raise Mistake(f"--checkpoint {place} cannot be read: {error}") from None
     if all(isinstance(site.encoding, NoEncoding) for site in sites):
         sites = []
     return Checkpoint(name, place, model.eval(), sites)

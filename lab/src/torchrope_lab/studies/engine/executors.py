@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
-from torchrope_lab.mistakes import is_mistake
+from torchrope_lab.mistakes import Mistake, is_mistake
 from torchrope_lab.training.signals import EXIT_INTERRUPTED, Interrupted
 
 Item = TypeVar("Item")
@@ -253,7 +253,7 @@ def run_in_job(call: Callable[[], Any]) -> Any:
             return Failure(RuntimeError(trace))
         with suppress(Exception):
             return pickle.loads(pickle.dumps(Failure(error, trace)))
-        return Failure(ValueError(str(error)), trace)
+        return Failure(Mistake(str(error)), trace)
 
 
 def visible_devices() -> list[str]:

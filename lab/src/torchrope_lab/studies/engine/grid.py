@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from torchrope_lab.conclusion import Interval, join_names
+from torchrope_lab.mistakes import Mistake
 from torchrope_lab.results import Axis, Column, Figure, Findings, Table
 from torchrope_lab.statistics import constant_accuracy
 from torchrope_lab.studies.engine.estimates import (
@@ -253,7 +254,7 @@ def train_grid(lab: Lab, plan: Plan, measures: MeasuresOf = lambda _: (), *, fur
         if possible := feasible(lab, runs, "" if level == ONLY else f"At {level}: "):
             trainable.setdefault(name, {})[level] = possible
     if not trainable:
-        raise ValueError(f"no model of the study can be built: {' '.join(lab.left_out)}")
+        raise Mistake(f"no model of the study can be built: {' '.join(lab.left_out)}")
     trained = iter(lab.train([run for _, _, runs in _each(trainable) for run in runs], measures, further=further))
     grid: Grid = {}
     for name, level, runs in _each(trainable):

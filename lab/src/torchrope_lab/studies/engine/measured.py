@@ -13,6 +13,7 @@ from torchrope_lab.data.config import DataConfig
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import load_modules
 from torchrope_lab.files import read_mapping
+from torchrope_lab.mistakes import Mistake
 from torchrope_lab.provenance import machine
 from torchrope_lab.results import write_json
 from torchrope_lab.studies.engine.folds import groups_of_folds, in_order, pooled
@@ -67,7 +68,7 @@ def read_robustness(trained: Trained, measure: Measure) -> Measured:
     except (KeyError, TypeError, ValueError):
         rule = "a measure must contain the answers on every example, shuffled and at other sizes"
         file = measure_file(trained.folder, measure.name)
-        raise ValueError(f"{rule}, got {file} with missing or invalid entries; delete it to measure again") from None
+        raise Mistake(f"{rule}, got {file} with missing or invalid entries; delete it to measure again") from None
 
 
 def pooled_measures(measured: Sequence[Measured], data: DataModule) -> list[Measured]:
@@ -98,7 +99,7 @@ def _text(right: Sequence[bool]) -> str:
 
 def _bits(text: str, examples: int) -> np.ndarray:
     if len(text) != examples:
-        raise ValueError(f"text must have one character per example, got {len(text)} for {examples}")
+        raise Mistake(f"text must have one character per example, got {len(text)} for {examples}")
     return np.array([sign == "1" for sign in text], dtype=float)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from torchrope_lab.mistakes import Mistake
 from torchrope_lab.recipes import Recipe
 from torchrope_lab.results import Column, Table
 
@@ -47,12 +48,12 @@ def results_of(recipe: Recipe) -> dict[str, dict[str, float]]:
         title, name, *_ = reference.split(" | ")
         tables = [entry for study in _file()["tables"].values() for entry in study if entry["title"] == title]
         if not tables:
-            raise ValueError(f"{recipe.name} must name a published table, got {title!r}")
+            raise Mistake(f"{recipe.name} must name a published table, got {title!r}")
         table = table_of_entry(tables[0])
         keys = {column.title: column.key for column in table.columns}
         rows = {str(row["name"]): row for row in table.rows}
         if name not in keys and name not in rows:
-            raise ValueError(f"{recipe.name} must name a column or row of {title!r}, got {name!r}")
+            raise Mistake(f"{recipe.name} must name a column or row of {title!r}, got {name!r}")
         cells: dict[str, Any] = (
             {row: values[keys[name]] for row, values in rows.items()}
             if name in keys

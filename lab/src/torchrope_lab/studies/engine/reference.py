@@ -5,6 +5,7 @@ from typing import Any
 
 from torchrope.encodings import STRING, ComRoPEAP, ComRoPELD, LieRE
 from torchrope_lab.encodings import resolve_encoding
+from torchrope_lab.mistakes import Mistake
 from torchrope_lab.studies.engine.config import LEARNED, reference_for
 from torchrope_lab.studies.engine.study import Lab
 
@@ -34,7 +35,7 @@ def check_reference(lab: Lab, name: str, **settings: Any) -> None:
     try:
         lab.blueprint(lab.run(name, **settings))
     except ValueError as error:
-        raise ValueError(f"--reference must be an encoding that the model supports, got {name}: {error}") from None
+        raise Mistake(f"--reference must be an encoding that the model supports, got {name}: {error}") from None
 
 
 def with_reference(lab: Lab, **settings: Any) -> list[str]:

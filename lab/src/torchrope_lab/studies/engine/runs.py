@@ -18,6 +18,7 @@ from torchrope.files import lock
 from torchrope_lab.data.config import DataConfig
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.files import CURVE, LONGEST, as_file_name, read_curve, read_mapping
+from torchrope_lab.mistakes import Mistake
 from torchrope_lab.provenance import provenance
 from torchrope_lab.results import write_json
 from torchrope_lab.training.classifier import Classifier
@@ -173,7 +174,7 @@ class Trained:
         """Raise ValueError if the run was trained on other examples than those of a `DataModule.fingerprint`."""
         if self.fingerprint != fingerprint:
             rule = "the data must be what the runs in --out were trained on"
-            raise ValueError(f"{rule}, got other examples than those of {self.folder}")
+            raise Mistake(f"{rule}, got other examples than those of {self.folder}")
 
     def load(self, data: DataModule | None = None) -> tuple[Model, DataModule]:
         """Load the trained model in evaluation mode, and its data if not given."""
@@ -224,7 +225,7 @@ class Store:
         required = ("labels", "predicted", "val_loss", "curve", "seconds", "fingerprint", "provenance")
         if missing := [name for name in required if name not in result]:
             received = f"{file} without {', '.join(missing)}; delete it to train again"
-            raise ValueError(f"a result must contain {', '.join(required)}, got {received}")
+            raise Mistake(f"a result must contain {', '.join(required)}, got {received}")
         measured = {name: result[name] for name in required}
         measured["curve"] = [  # JSON has null for a loss that is not finite
             {name: nan if value is None else value for name, value in row.items()} for row in measured["curve"]
@@ -239,7 +240,7 @@ class Store:
         """
         trained = self.finished(run)
         if trained is None:
-            raise ValueError(f"{self.of(run)} must contain {RESULT}, which was removed; the same command trains again")
+            raise Mistake(f"{self.of(run)} must contain {RESULT}, which was removed; the same command trains again")
         return trained
 
     def curve(self, run: Run) -> list[dict[str, float]]:

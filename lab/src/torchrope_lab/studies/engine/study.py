@@ -17,6 +17,7 @@ from rich.console import Console
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import NAMES_DENSE
 from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.mistakes import Mistake
 from torchrope_lab.modules import load_module, loaded_module
 from torchrope_lab.provenance import provenance
 from torchrope_lab.registry import STUDIES, Study
@@ -223,14 +224,14 @@ def find_study(name: str) -> Study:
         module = import_module(f"torchrope_lab.studies.{name.replace('-', '_')}")
         return replace(STUDIES[name], find=module.find)
     if ":" not in name:
-        raise ValueError(f"studies are {', '.join(STUDIES)}, or mypackage.module:STUDY, got {name!r}")
+        raise Mistake(f"studies are {', '.join(STUDIES)}, or mypackage.module:STUDY, got {name!r}")
     load_module(name)
     study = vars(loaded_module(name)).get(name.partition(":")[2])
     if not isinstance(study, Study) or study.find is None:
-        raise ValueError(f"{name} must be a torchrope_lab.registry.Study with a function find, got {study!r}")
+        raise Mistake(f"{name} must be a torchrope_lab.registry.Study with a function find, got {study!r}")
     if not re.fullmatch(r"[\w-]+", study.name) or study.name in STUDIES:
         rule = f"{name} must have a name of letters, digits and hyphens that no built-in study has"
-        raise ValueError(f"{rule}, got {study.name!r}")
+        raise Mistake(f"{rule}, got {study.name!r}")
     return study
 
 
@@ -240,14 +241,14 @@ def check_studies(studies: Sequence[Study], config: StudyConfig) -> None:
     needing = [study for study in studies if study.needs_data]
     for study in needing:
         if not study.supports(config.data):
-            raise ValueError(f"{study.title} does not support --data.folds, got {folds}")
+            raise Mistake(f"{study.title} does not support --data.folds, got {folds}")
         if study.lattice and not config.data.lattice:
-            raise ValueError(f"{study.title} needs patches on a lattice, got {name}, whose tokens are at any positions")
+            raise Mistake(f"{study.title} needs patches on a lattice, got {name}, whose tokens are at any positions")
     tasks = make_data(config.data).tasks if name in NAMES_DENSE else ("classify",)
     for study in needing:
         if not {*study.tasks} & {*tasks}:
             rule = f"{study.title} needs data for the task {' or '.join(study.tasks)}"
-            raise ValueError(f"{rule}, got {name}, for {' and '.join(tasks)}")
+            raise Mistake(f"{rule}, got {name}, for {' and '.join(tasks)}")
 
 
 def run_study(
