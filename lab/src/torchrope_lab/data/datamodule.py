@@ -336,8 +336,7 @@ class DataModule(pl.LightningDataModule, ABC):
         """Return the loader of validation batches, in the order of the set.
 
         With several devices, each process gets a disjoint part of the set, split into the same number of batches,
-        because a sharded model needs all processes in every forward pass. None is empty, so batches of one example may
-        have two.
+        because DDP synchronises buffers in every forward pass. None is empty, so batches of one example may have two.
         """
         val = self._with_spacing(self._made_datasets()[1])
         batch_size = self.val_batch_factor * self.config.batch_size
@@ -348,7 +347,7 @@ class DataModule(pl.LightningDataModule, ABC):
         mine = range(rank, total, devices)
         count = min(math.ceil(math.ceil(total / devices) / batch_size), total // devices)
         ends = [len(mine) * number // count for number in range(count + 1)]
-        if devices == 1:  # equal batches are for sharded models only
+        if devices == 1:  # as large as possible
             ends = [*range(0, total, batch_size), total]
         batches = [list(mine[start:end]) for start, end in pairwise(ends)]
         examples = self._staged(EpochSet(val, AugmentConfig(), self.num_classes, 0))

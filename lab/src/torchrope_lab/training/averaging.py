@@ -27,11 +27,6 @@ class AveragedWeights(WeightAveraging):
         super().__init__(use_buffers=False, multi_avg_fn=get_ema_multi_avg_fn(decay))
         self.has_stepped = False
 
-    def average(self) -> Any:
-        """Return the module that holds the average."""
-        assert self._average_model is not None
-        return self._average_model.module
-
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:

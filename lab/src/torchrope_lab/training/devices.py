@@ -13,15 +13,11 @@ def with_devices(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the Trainer's settings, with the world size of torchrun or Slurm's srun if either started this process.
 
     Args:
-        settings: Settings of the Trainer; the strategy may be "fsdp2", see `Sharded`.
+        settings: Settings of the Trainer.
     """
     counts = _launched()
     strategy = settings.get("strategy", "auto")
-    if strategy == "fsdp2":
-        from torchrope_lab.training.sharded import Sharded
-
-        strategy = Sharded()
-    elif strategy == "auto" and counts.get("devices", 1) * counts.get("num_nodes", 1) > 1:
+    if strategy == "auto" and counts.get("devices", 1) * counts.get("num_nodes", 1) > 1:
         strategy = "ddp"
     return {**settings, **counts, "strategy": strategy}
 

@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torchrope.encodings import Encoding, commutator_ratio
 
@@ -22,7 +21,7 @@ def generator_measures(model: nn.Module) -> dict[str, float]:
     """Measure the learned generators of a model: mean Frobenius norm, and mean distance from commuting.
 
     Returns:
-        `generator_norm` and `commutator`; an empty dict without learned generators, or if they are sharded.
+        `generator_norm` and `commutator`; an empty dict without learned generators.
     """
     generators = [encoding.generators() for encoding in _learned(model)]
     if not generators:
@@ -36,11 +35,6 @@ def generator_measures(model: nn.Module) -> dict[str, float]:
 
 
 def _learned(model: nn.Module) -> list[Encoding]:
-    """Return the rotary encodings that learn, without those that are sharded over processes."""
+    """Return the rotary encodings that learn."""
     encodings = [part for part in model.modules() if isinstance(part, Encoding)]
-    parameters = [next(encoding.parameters(), None) for encoding in encodings]
-    return [
-        encoding
-        for encoding, parameter in zip(encodings, parameters, strict=True)
-        if parameter is not None and not isinstance(parameter, DTensor)
-    ]
+    return [encoding for encoding in encodings if next(encoding.parameters(), None) is not None]

@@ -10,7 +10,6 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchrope_lab.mistakes import Mistake
@@ -66,7 +65,6 @@ class LossGuard(Callback):
         losses, self.losses = torch.stack(self.losses), []
         gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         worst = torch.where(losses.isfinite(), losses, math.inf).max()
         bad = ~(norm.isfinite() & (worst <= self.largest))  # NaN and inf fail the comparison too
         check = Check(trainer, torch.stack([bad.float(), losses.max().float(), norm.float()]), len(losses))

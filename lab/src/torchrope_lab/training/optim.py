@@ -63,7 +63,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
     groups = []
     for group in param_groups_weight_decay(model, config.weight_decay, no_weight_decay_list=no_decay):
         by_rate: dict[float, list[nn.Parameter]] = {}
-        for parameter in filter(torch.numel, group["params"]):  # an empty parameter cannot be sharded or trained
+        for parameter in filter(torch.numel, group["params"]):  # an empty parameter cannot be trained
             by_rate.setdefault(rates[parameter], []).append(parameter)
         groups += [{**group, "params": parameters, "lr": rate} for rate, parameters in by_rate.items()]
     return groups

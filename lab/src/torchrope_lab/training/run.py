@@ -16,8 +16,6 @@ import pytorch_lightning as pl
 import torch
 import yaml
 from pytorch_lightning.callbacks import Callback
-from pytorch_lightning.strategies import ModelParallelStrategy
-from torch.distributed.tensor import DTensor
 
 from torchrope.files import write_whole
 from torchrope_lab.data.build import make_data
@@ -143,8 +141,6 @@ def train(
             )
         if config.optim.effective_batch is not None:
             trainer.accumulate_grad_batches = accumulation_steps(config, trainer.world_size)
-        if config.optim.commutator and isinstance(trainer.strategy, ModelParallelStrategy):
-            raise Mistake(f"optim.commutator is not for strategy fsdp2, got {config.optim.commutator}")
         if trainer.is_global_zero:
             _write_config(folder, config)
             if resume is not None:
@@ -167,9 +163,6 @@ def train(
             data.train_sizes = ()  # later loaders have the data's size
     if not fits:
         raise Mistake(_out_of_memory(config, data, trainer))
-    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        module = build_module(config, data)  # the file holds full tensors, this process only shards
-        module.load_state_dict(read_weights(folder))
     return module.to(trainer.strategy.root_device), history
 
 

@@ -1,4 +1,4 @@
-"""Two processes stop after the same step; with FSDP2 they train with half of a model each like one, and resume."""
+"""Two processes train like one, resume, and stop after the same step."""
 
 import os
 import signal
@@ -13,12 +13,10 @@ import torch
 from processes import become_one_of_two, data_of, free_port
 from pytorch_lightning.callbacks import Callback
 from test_scale import small_run
-from torch.distributed.tensor import DTensor
 
 from torchrope_lab.training.config import ExecutionConfig, ModelConfig, RunConfig
 from torchrope_lab.training.interruption import Interrupted
 from torchrope_lab.training.run import load, train
-from torchrope_lab.training.sharded import Sharded
 
 SWIN = ModelConfig(
     backbone="swin", dim=8, depths=[1, 1], stage_heads=[1, 2], window_size=[2], patch_size=[1], pool="mean"
@@ -62,22 +60,17 @@ def runs(batch_size: int) -> dict[str, RunConfig]:
 
 SIGNALLED = [(1, 1), (0, 3), (1, 5)]
 """Ranks and steps, from 0 to 7, that receive a signal; four steps are an epoch."""
-STRATEGIES = [("fsdp2", "fsdp2"), ("ddp", "fsdp2"), ("fsdp2", "ddp")]
 
 
-class Spy(Callback):
-    """Check that weights are sharded if they should be, and raise before the step of a number."""
+class Dies(Callback):
+    """Raise before the step of a number."""
 
-    def __init__(self, dies: int | None = None) -> None:
-        self.dies = dies
+    def __init__(self, step: int) -> None:
+        self.step = step
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         assert trainer.world_size == 2
-        sharded = type(trainer.strategy) is Sharded
-        assert all(isinstance(weight, DTensor) == sharded for weight in pl_module.parameters())
-        if sharded:
-            assert pl_module.model.head.bias.to_local().shape == (5,)
-        if trainer.global_step == self.dies:
+        if trainer.global_step == self.step:
             raise MemoryError
 
 
@@ -114,7 +107,7 @@ def stopped(config: RunConfig, folder: Path, rank: int, step: int) -> int:
     """Train until a signal in the step of one process stops both; return the steps of this process."""
     signalled = Signalled(rank, step)
     with pytest.raises(Interrupted):
-        train(config, data_of(config), folder, callbacks=[signalled], accelerator="cpu", strategy="ddp")
+        train(config, data_of(config), folder, callbacks=[signalled], accelerator="cpu")
     return signalled.begun
 
 
@@ -123,35 +116,32 @@ def one_of_two(rank: int, folder: Path, port: int) -> None:
     become_one_of_two(rank, port)
     compile_module = torch.nn.Module.compile
     torch.nn.Module.compile = lambda module: compile_module(module, backend="eager")  # type: ignore[method-assign]
-    settings = dict(accelerator="cpu", strategy="fsdp2")
     for name, config in runs(batch_size=5).items():
-        found, _ = train(config, data_of(config), folder / name, callbacks=[Spy()], **settings)  # type: ignore[arg-type]
+        found, _ = train(config, data_of(config), folder / name, accelerator="cpu")
         torch.save(found.state_dict(), folder / f"{name}-{rank}.pt")
     average = runs(batch_size=5)["average"]
-    for first, second in STRATEGIES:
-        here = folder / f"{first}-{second}"
-        with pytest.raises(MemoryError):
-            train(average, data_of(average), here, callbacks=[Spy(dies=5)], accelerator="cpu", strategy=first)
-        train(average, data_of(average), here, callbacks=[Spy()], accelerator="cpu", strategy=second)
+    with pytest.raises(MemoryError):
+        train(average, data_of(average), folder / "killed", callbacks=[Dies(5)], accelerator="cpu")
+    train(average, data_of(average), folder / "killed", accelerator="cpu")
     plain = runs(batch_size=5)["vit"]
-    train(plain, data_of(plain), folder / "whole", callbacks=[Alone()], accelerator="cpu", strategy="ddp")
+    train(plain, data_of(plain), folder / "whole", callbacks=[Alone()], accelerator="cpu")
     steps = [stopped(plain, folder / "stopped", *signalled) for signalled in SIGNALLED]
     torch.save(steps, folder / f"steps-{rank}.pt")
-    train(plain, data_of(plain), folder / "stopped", accelerator="cpu", strategy="ddp")
+    train(plain, data_of(plain), folder / "stopped", accelerator="cpu")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sharded")
+    folder = tmp_path_factory.mktemp("two")
     torch.multiprocessing.spawn(one_of_two, (folder, free_port()), nprocs=2)
     return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(runs(20)))
-def test_sharded_training_equals_training_on_one_device(trained: Path, tmp_path: Path, name: str) -> None:
+def test_training_in_two_processes_equals_training_in_one(trained: Path, tmp_path: Path, name: str) -> None:
     config = replace(runs(batch_size=20)[name], run=ExecutionConfig(precision="bf16" if name == "bf16" else "float32"))
     alone, curve = train(config, data_of(config), tmp_path)
     near = dict(rel=2e-2, abs=2 / 60) if name == "bf16" else dict(rel=1e-4)  # two of 60 predictions may change
@@ -169,17 +159,15 @@ def test_sharded_training_equals_training_on_one_device(trained: Path, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "second"), STRATEGIES)
-def test_sharded_run_resumes_also_with_another_strategy(trained: Path, first: str, second: str) -> None:
-    kept = [trained / "average", trained / f"{first}-{second}"]
-    exact = dict(rtol=0, atol=0) if first == second else dict(rtol=1e-3, atol=1e-5)
+def test_killed_processes_resume_to_the_same_weights(trained: Path) -> None:
+    kept = [trained / "average", trained / "killed"]
     weights, resumed = (safetensors.torch.load_file(folder / "weights.safetensors") for folder in kept)
-    torch.testing.assert_close(resumed, weights, **exact)
+    torch.testing.assert_close(resumed, weights, rtol=0, atol=0)
     saved = [torch.load(folder / "checkpoint.ckpt", weights_only=True) for folder in kept]
     moments, again = (checkpoint["optimizer_states"][0]["state"] for checkpoint in saved)
     assert len(moments) > 10
     for number, of_weight in moments.items():
-        torch.testing.assert_close(again[number], of_weight, **exact)
+        torch.testing.assert_close(again[number], of_weight, rtol=0, atol=0)
 
 
 @pytest.mark.slow
