@@ -1,20 +1,17 @@
-"""Detection of divergence during training, and the batch size that fits after running out of memory."""
+"""Detection of divergence during training."""
 
 import math
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchrope_lab.mistakes import Mistake
 from torchrope_lab.training.checkpoints import newest
-from torchrope_lab.training.cost import training_step
 from torchrope_lab.training.history import Summed, of_all_processes
 
 MAX_NAMES = 8
@@ -137,24 +134,3 @@ class Check(Summed):
         last = trainer.fit_loop.epoch_loop.batch_idx
         self.step = f"step {trainer.global_step + 1} (epoch {trainer.current_epoch + 1}, batch {last + 1})"
         self.batches = range(last + 1 - accumulated, last + 1)
-
-
-def largest_batch(build: Callable[[], nn.Module], example: Tensor, batch_size: int) -> int:
-    """Find the largest divisor of a batch size, below it, with which a step of training fits into memory, by trying.
-
-    Args:
-        build: Builds the model on the device.
-        example: One input `(1, channels, *sizes)` on the device.
-        batch_size: The batch size that does not fit.
-
-    Returns:
-        The batch size; 0 if not even one example fits.
-    """
-    for batch in (size for size in range(batch_size // 2, 0, -1) if batch_size % size == 0):
-        labels = torch.zeros(batch, dtype=torch.long, device=example.device)
-        try:
-            training_step(build(), example.expand(batch, *example.shape[1:]), labels)()
-            return batch
-        except torch.OutOfMemoryError as error:
-            traceback.clear_frames(error.__traceback__)  # their locals keep tensors alive
-    return 0

@@ -2,8 +2,6 @@
 
 import json
 import logging
-import math
-import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,7 +37,7 @@ from torchrope_lab.training.config import CONFIG, MAY_CHANGE, RunConfig, differe
 from torchrope_lab.training.cost import count_flops
 from torchrope_lab.training.dense import build_dense_module
 from torchrope_lab.training.devices import accumulation_steps, with_devices
-from torchrope_lab.training.guards import LossGuard, largest_batch
+from torchrope_lab.training.guards import LossGuard
 from torchrope_lab.training.history import History, OnEpoch, SeedEpoch
 from torchrope_lab.training.initial import initialise
 from torchrope_lab.training.interruption import Interrupted, SaveOnSignal
@@ -149,20 +147,16 @@ def train(
             log_settings(trainer.loggers, config, folder)
         if resume is not None:
             check_resumable(resume, trainer, module)
-        fits = True
         try:
             trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
         except Interrupted:
             raise
         except SystemExit:  # raised by Lightning on Ctrl-C
             raise KeyboardInterrupt from None
-        except torch.OutOfMemoryError as error:
-            traceback.clear_frames(error.__traceback__)  # their locals keep tensors alive
-            fits = False
+        except torch.OutOfMemoryError:
+            raise Mistake(_out_of_memory(config, trainer.world_size)) from None
         finally:
             data.train_sizes = ()  # later loaders have the data's size
-    if not fits:
-        raise Mistake(_out_of_memory(config, data, trainer))
     return module.to(trainer.strategy.root_device), history
 
 
@@ -191,22 +185,14 @@ def _speed(config: RunConfig, data: DataModule) -> Speed:
     return Speed(tokens, flops, config.run.peak_tflops)
 
 
-def _out_of_memory(config: RunConfig, data: DataModule, trainer: pl.Trainer) -> str:
-    """Return a one-line error with a batch size that fits and the option that keeps the effective batch."""
-    batch_size, device = config.data.batch_size, trainer.strategy.root_device
-    rule = f"a step must fit into memory, got batch_size {batch_size}"
-    effective = f"--optim.effective_batch {config.optim.effective_batch or batch_size * trainer.world_size}"
-    if config.model.task != "classify":
-        return f"{rule}; a smaller --data.batch_size with {effective} needs less"
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    shapes = [(data.in_channels, *size) for size in training_sizes(config.optim, config.model, data)]
-    example = torch.zeros(1, *max([data.example_shape, *shapes], key=math.prod), device=device)
-    build = partial(build_for_costs, config.encoding, config.model, data)
-    batch = largest_batch(lambda: build().to(device), example, batch_size)
-    if not batch:
-        return f"{rule}; not even one example fits: --model.checkpoint_layers true reduces memory"
-    return f"{rule}; --data.batch_size {batch} {effective} would fit"
+def _out_of_memory(config: RunConfig, devices: int) -> str:
+    """Return a one-line error with the options that reduce memory and keep the optimiser's step the same."""
+    batch_size = config.data.batch_size
+    effective = config.optim.effective_batch or batch_size * devices
+    return (
+        f"a step must fit into memory, got batch_size {batch_size}; a smaller --data.batch_size with "
+        f"--optim.effective_batch {effective}, or --model.checkpoint_layers true, needs less"
+    )
 
 
 def _write_config(folder: Path, config: RunConfig) -> None:
