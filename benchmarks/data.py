@@ -1,7 +1,6 @@
 """Measure data loading on the CPU, compare it with the estimated training throughput of a GPU, and render docs/data.md.
 
     python benchmarks/data.py --threads 2 --workers 2
-    python benchmarks/data.py --pipelines                  # one core: `--data.pipeline` beside timm's create_loader
 
 Every row is a paper's recipe on data made here in the size and format of the real one: CIFAR-100 as bytes in memory,
 ImageNet as JPEG files and as shards, UCF101 as videos, RSNA's CT as DICOM series. Times of epochs include the start of
@@ -12,17 +11,15 @@ recipe's model. Run it on a machine that does nothing else; it needs 2 GiB of te
 import argparse
 import csv
 import io
-import json
 import shlex
 import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import av
@@ -32,20 +29,15 @@ import torch
 from PIL import Image
 from pydicom.dataset import FileDataset, FileMetaDataset
 from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian
-from render import DOCS, RESULTS, render_data, render_pipelines
-from sklearn.datasets import load_sample_images
+from render import DOCS, RESULTS, render_data
 from suite_results import VERSION, DataSuite, Loading, Source, write_results
-from timm.data import ImageDataset, create_loader
-from timm.data.loader import PrefetchLoader, fast_collate
-from torch.utils.data import DataLoader, default_collate
-from torchvision.transforms import Compose
+from torch.utils.data import DataLoader
 
-from torchrope.files import write_whole
 from torchrope_lab import recipes
 from torchrope_lab.data.augment import EpochSet
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import AugmentConfig, data_config
-from torchrope_lab.data.loading import Request, collate_once
+from torchrope_lab.data.loading import collate_once
 from torchrope_lab.data.tensors import image_sets
 from torchrope_lab.provenance import provenance
 from torchrope_lab.timing import quartiles
@@ -60,7 +52,7 @@ PEAK_TFLOPS = 989.0
 UTILISATION = 0.45
 CLASSES = 4
 NOTHING = AugmentConfig()
-DECODERS = ("torch", "torchvision", "timm", "pillow", "av", "pydicom")
+DECODERS = ("torch", "torchvision", "pillow", "av", "pydicom")
 
 
 @dataclass(frozen=True)
@@ -78,7 +70,6 @@ class Plan:
         rounds: Epochs, over which medians and quartiles are computed.
         workers: Loading processes for files.
         threads: Threads of torch.
-        photographs: Number of JPEG files of 60 to 120 kB for `--pipelines`.
     """
 
     pictures: int = 50_000
@@ -91,17 +82,11 @@ class Plan:
     rounds: int = 5
     workers: int = 2
     threads: int = 2
-    photographs: int = 192
 
 
 def main() -> int:
     options = _options()
     plan = Plan(**{name: getattr(options, name) for name in asdict(Plan())})
-    if options.pipelines:
-        path = options.out.with_name("pipelines.json")
-        write_whole(path, json.dumps(measure_pipelines(plan), indent=1) + "\n")
-        render_pipelines(path, options.docs)
-        return 0
     suite = measure(plan, shlex.join(["python", "benchmarks/data.py", *sys.argv[1:]]))
     write_results(options.out, suite)
     render_data(options.out, options.docs)
@@ -287,136 +272,6 @@ def _slice(path: Path, stored: np.ndarray, study: str, place: int) -> None:
     dataset.save_as(path, enforce_file_format=True)
 
 
-def measure_pipelines(plan: Plan) -> dict[str, Any]:
-    """Measure the CPU seconds per image of `exact`, `fast` and timm's `create_loader` on the same files, in one thread.
-
-    Files are in the page cache. What loading processes do and what the device does are timed separately, the latter on
-    the CPU here; nothing is sent between processes.
-    """
-    torch.set_num_threads(1)
-    arms = {}
-    with tempfile.TemporaryDirectory() as folder:
-        root = _photographs(Path(folder), plan.photographs)
-        sizes = [path.stat().st_size for path in root.rglob("*.jpg")]
-        for name, (ours, theirs) in AUGMENTATIONS.items():
-            arms[name, "timm", 1] = _timm_stages(root / "train", theirs)
-            timms = {"randaugment": f"timm:{theirs}"} if theirs else {}
-            for pipeline, repeats in (("exact", 1), ("fast", 1), ("fast", 3)):
-                settings = {**ours, **(timms if pipeline == "exact" else {}), "repeats": repeats}
-                arms[name, pipeline, repeats] = _own_stages(root, pipeline, settings)
-        seconds: dict[Any, list[dict[str, float]]] = {arm: [] for arm in arms}
-        for _ in range(plan.rounds):
-            for arm, stages in arms.items():
-                seconds[arm].append(_timed(stages, plan.photographs))
-    rows = []
-    for (name, pipeline, repeats), rounds in seconds.items():
-        of_timm = [row["processes"] for row in seconds[name, "timm", 1]]
-        totals = [row["processes"] for row in rounds]
-        rows.append(
-            {
-                "augmentation": name,
-                "pipeline": pipeline,
-                "repeats": repeats,
-                "images_per_second": asdict(quartiles([1 / total for total in totals])),
-                "over_timm": asdict(quartiles([b / a for a, b in zip(totals, of_timm, strict=True)])),
-                "milliseconds": {stage: 1e3 * median(row[stage] for row in rounds) for stage in rounds[0]},
-            }
-        )
-        print(rows[-1])
-    setting = {"rounds": plan.rounds, "files": len(sizes), "kilobytes": [min(sizes) / 1e3, max(sizes) / 1e3]}
-    return {"setting": setting, "rows": rows, "source": asdict(_source(plan, "python benchmarks/data.py --pipelines"))}
-
-
-AUGMENTATIONS = {
-    "crop, flip": ({"flip": True}, None),
-    "crop, flip, RandAugment": ({"flip": True, "randaugment": [1, 27]}, "rand-m9-inc1"),  # with noise timm's raises
-}
-"""Settings of `fast`, and timm's policy, which `exact` has too; both apply one operation an image on average."""
-BATCH = 48
-Stages = dict[str, Callable[[], object]]
-
-
-def _timed(stages: Stages, images: int) -> dict[str, float]:
-    """Measure CPU seconds per image of every stage, and of the loading processes as a whole."""
-    seconds = {}
-    for name, work in stages.items():
-        start = time.process_time()
-        work()
-        seconds[name] = (time.process_time() - start) / images
-    seconds["decode"] -= seconds["read"]  # decoding reads too
-    return seconds
-
-
-def _own_stages(root: Path, pipeline: str, augment: dict[str, Any]) -> Stages:
-    repeats = augment["repeats"]
-    settings = {"size": 224, "batch_size": BATCH, "pipeline": pipeline, "augment": augment}
-    data = make_data(data_config("imagenet", root=str(root), **settings))
-    data.setup()
-    staged = data.train_dataloader().dataset
-    images = staged.dataset
-    unique = torch.arange(len(images) // repeats).split(BATCH // repeats)
-    copies = [torch.cat([part + copy * len(images) for copy in range(repeats)]) for part in unique]
-    requests = [Request(0, part.tolist()) for part in copies]
-    decoded = {index: images.load(index) for index in range(len(images) // repeats)}
-    indices = [index for request in requests for index in request.indices]
-    cropped = [[images.to_size(decoded[index % len(images)]) for index in request.indices] for request in requests]
-    batches = [staged.__getitems__(request) for request in requests]
-    pixels = [(torch.stack(part), torch.zeros(len(part), dtype=torch.long)) for part in cropped]
-    return {
-        "processes": lambda: [staged.__getitems__(request) for request in requests],
-        "read": lambda: [images.open(index).read_bytes() for index in decoded],
-        "decode": lambda: [images.load(index) for index in decoded],
-        "crop": lambda: [images.to_size(decoded[index % len(images)]) for index in indices],
-        "augment": lambda: [staged.augment(request, part) for request, part in zip(requests, pixels, strict=True)],
-        "batch": lambda: [default_collate(part) for part in cropped],
-        "device": lambda: [staged.finish(batch) for batch in batches],
-    }
-
-
-def _timm_stages(root: Path, policy: str | None) -> Stages:
-    loader = create_loader(
-        ImageDataset(str(root)), 224, BATCH, is_training=True, auto_augment=policy, color_jitter=0.0,
-        interpolation="bicubic", num_workers=0, persistent_workers=False, device=torch.device("cpu"),
-    )  # fmt: skip
-    images = loader.dataset
-    crop, *augment, convert = images.transform.transforms
-    paths = [images.filename(index, absolute=True) for index in range(len(images))]
-    pictures = [Image.open(path).convert("RGB") for path in paths]
-    cropped = [crop(picture) for picture in pictures]
-    batches = list(loader.loader)
-    on_device = PrefetchLoader(batches, device=torch.device("cpu"))
-    return {
-        "processes": lambda: list(loader.loader),
-        "read": lambda: [Path(path).read_bytes() for path in paths],
-        "decode": lambda: [Image.open(path).convert("RGB") for path in paths],
-        "crop": lambda: [crop(picture) for picture in pictures],
-        "augment": lambda: [Compose(augment)(picture) for picture in cropped],
-        "batch": lambda: fast_collate([(convert(picture), 0) for picture in cropped]),
-        "device": lambda: list(on_device),
-    }
-
-
-def _photographs(root: Path, count: int) -> Path:
-    """Write crops of scikit-learn's two photographs, with noise, as JPEG files of 60 to 120 kB."""
-    rng = np.random.default_rng(0)
-    pictures = load_sample_images().images
-    for number in range(count):
-        top, left = rng.integers(0, 427 - 375), rng.integers(0, 640 - 500)
-        part = pictures[number % 2][top : top + 375, left : left + 500]
-        noisy = Image.fromarray(np.clip(part + rng.normal(0, 3, part.shape), 0, 255).astype(np.uint8))
-        target = rng.uniform(62e3, 105e3)
-        for quality in range(70, 98):
-            file = io.BytesIO()
-            noisy.save(file, "JPEG", quality=quality)
-            if file.tell() > target:
-                break
-        for part_name in ("train", "val") if number < 2 * CLASSES else ("train",):
-            path = root / part_name / f"n{number % CLASSES:08d}" / f"{number}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(file.getvalue())
-    return root
-
-
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     meanings = {
@@ -430,11 +285,9 @@ def _options() -> argparse.Namespace:
         "rounds": "epochs, over which medians are computed",
         "workers": "loading processes for files",
         "threads": "threads of torch",
-        "photographs": "files for --pipelines",
     }
     for name, default in asdict(Plan()).items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meanings[name]} (default: {default})")
-    parser.add_argument("--pipelines", action="store_true", help="measure only the pipelines of images, on one core")
     parser.add_argument("--out", type=Path, default=RESULTS.with_name("data.json"), help="the JSON file")
     parser.add_argument("--docs", type=Path, default=DOCS, help="folder of data.md")
     return parser.parse_args()

@@ -42,34 +42,6 @@ def render_data(results: Path, docs: Path) -> None:
     write_whole(page, render_data_docs(page.read_text(encoding="utf-8"), read_results(results, DataSuite)))
 
 
-def render_pipelines(results: Path, docs: Path) -> None:
-    """Write the table of pipelines in data.md from the numbers of `benchmarks/data.py --pipelines`."""
-    page = docs / "data.md"
-    measured = read_mapping(results, "measurements of pipelines")
-    write_whole(page, render_pipelines_docs(page.read_text(encoding="utf-8"), measured))
-
-
-def render_pipelines_docs(text: str, measured: dict[str, Any]) -> str:
-    """Put the table of pipelines between the markers of docs/data.md."""
-    columns = [Column("augmentation", "Augmentation"), Column("pipeline", "Pipeline"), Column("repeats", "Repeats"),
-               quartile_column("rate", "Images/s a core", digits=0), quartile_column("ratio", "Over timm", digits=2),
-               Column("device", "On the device, ms", digits=2)]  # fmt: skip
-    rows = [
-        {**row, **row["milliseconds"], **quartile_cells("rate", Quartiles(**row["images_per_second"])),
-         **quartile_cells("ratio", Quartiles(**row["over_timm"]))}
-        for row in measured["rows"]
-    ]  # fmt: skip
-    setting, source = measured["setting"], measured["source"]
-    low, high = setting["kilobytes"]
-    note = (
-        f"CPU seconds of one thread, medians of {setting['rounds']} interleaved rounds, in brackets quartiles; "
-        f"{setting['files']} JPEG files of 500×375 pixels and {low:.0f} to {high:.0f} kB, crops of 224; timm: "
-        f"`create_loader`. The rate includes reading and batching, not the last column, measured on the CPU. "
-        f"{source['machine'].get('cpu', '')}, {source['date']}, commit {source['commit']}."
-    )
-    return insert_between_markers(text, "pipelines", _markdown(Table("Pipelines", columns, rows, note=note)))
-
-
 def render_exponentials(results: Path, docs: Path) -> None:
     """Write the table of exponentials in results/speed.md from the numbers of `benchmarks/exponentials.py`."""
     page = docs / "results" / "speed.md"
@@ -477,4 +449,3 @@ if __name__ == "__main__":
     render_exponentials(RESULTS.with_name("exponentials.json"), DOCS)
     render_freeze(RESULTS.with_name("freeze.json"), DOCS)
     render_data(RESULTS.with_name("data.json"), DOCS)
-    render_pipelines(RESULTS.with_name("pipelines.json"), DOCS)

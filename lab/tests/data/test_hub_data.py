@@ -66,7 +66,7 @@ def test_saved_folder_is_read_with_columns_and_splits_found(tmp_path: Path, monk
     val = data.val_dataloader().dataset
     expected = Image.open(io.BytesIO(encoded(noise(20, 40, 1)[7], "PNG")))
     mean = np.asarray(expected).mean(axis=(0, 1)) / 255
-    shown = val.dataset.raw[7][0].double().mean(dim=(1, 2)) / 255
+    shown = val.raw[7][0].double().mean(dim=(1, 2)) / 255
     torch.testing.assert_close(shown, torch.tensor(mean), atol=0.05, rtol=0)
     assert val[7][1] == 1
     run = RunConfig(data=data.config)

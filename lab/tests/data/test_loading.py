@@ -1,4 +1,4 @@
-"""Tests of loading: pipelines, loaders and their processes, and benchmarks/data.py."""
+"""Tests of loading: both ways of decoding, loaders and their processes, and benchmarks/data.py."""
 
 import json
 import multiprocessing.connection
@@ -15,19 +15,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from miniatures import MINIATURES, OPTIONS, imagenet
+from miniatures import imagenet
 from PIL import Image
-from render import render_data_docs, render_pipelines_docs
+from render import render_data_docs
 from sklearn.datasets import load_sample_images
 from suite_results import DataSuite, read_results, write_results
 from torchvision.transforms.v2 import functional as image_ops
 
 from torchrope_lab.data import images
+from torchrope_lab.data.augment import read_batch
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import data_config
 from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.draws import Draws
 from torchrope_lab.data.images import ImageSet, decode_bytes, load_image
-from torchrope_lab.data.loading import Request, follow_parent
+from torchrope_lab.data.loading import follow_parent
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "data.md"
@@ -104,26 +106,6 @@ def test_page_is_generated_from_committed_results() -> None:
     assert render_data_docs(PAGE.read_text(), read_results(COMMITTED, DataSuite)) == PAGE.read_text()
 
 
-def test_page_has_the_committed_pipelines() -> None:
-    measured = json.loads(COMMITTED.with_name("pipelines.json").read_text())
-    assert render_pipelines_docs(PAGE.read_text(), measured) == PAGE.read_text()
-    assert {(row["pipeline"], row["repeats"]) for row in measured["rows"]} == {
-        ("timm", 1), ("exact", 1), ("fast", 1), ("fast", 3)
-    }  # fmt: skip
-
-
-@pytest.mark.slow
-def test_pipelines_are_measured_beside_timm(benchmark: ModuleType) -> None:
-    measured = benchmark.measure_pipelines(benchmark.Plan(photographs=12, rounds=1))
-    low, high = measured["setting"]["kilobytes"]
-    assert 55 < low < high < 130
-    for row in measured["rows"]:
-        stages = row["milliseconds"]
-        assert stages["processes"] == pytest.approx(1e3 / row["images_per_second"]["median"])
-        assert stages["device"] > 0
-        assert stages["decode"] > stages["read"]
-
-
 # Pipelines
 
 
@@ -134,11 +116,11 @@ def load_images(root: Path, pipeline: str = "fast", **settings: Any) -> DataModu
     return data
 
 
-def finished(data: DataModule, indices: list[int], seed: int = 0) -> torch.Tensor:
-    """Training inputs of a request, back as pixels in [0, 255]."""
-    staged: Any = data.train_dataloader().dataset
-    inputs = staged.finish(staged.__getitems__(Request(seed, indices)))[0]
-    return 255 * (inputs * staged.dataset.std + staged.dataset.mean)
+def pixels_of(data: DataModule, indices: list[int], seed: int = 0) -> torch.Tensor:
+    """Training inputs of these indices, back as pixels in [0, 255]."""
+    epoch: Any = data.train_dataloader().dataset
+    epoch.seed = seed
+    return 255 * (epoch.__getitems__(indices)[0] * epoch.dataset.std + epoch.dataset.mean)
 
 
 def picture_files(root: Path) -> Path:
@@ -164,12 +146,12 @@ def test_pipelines_have_the_same_distribution(tmp_path: Path) -> None:
     areas, flips, pixels = {}, {}, {}
     for seed, pipeline in enumerate(("exact", "fast")):
         data = load_images(root, pipeline, augment={"flip": True})
-        red, green, _ = finished(data, ramps, seed).unbind(1)
+        red, green, _ = pixels_of(data, ramps, seed).unbind(1)
         widths = (red[:, :, -4] - red[:, :, 3]).mean(1) / 255 * 64 / 57
         heights = (green[:, -4] - green[:, 3]).mean(1) / 255 * 64 / 57
         flips[pipeline] = (widths < 0).float().mean()
         areas[pipeline] = (widths.abs() * heights).sort().values
-        pixels[pipeline] = finished(data, photographs, seed)
+        pixels[pipeline] = pixels_of(data, photographs, seed)
     assert all(0.42 < share < 0.58 for share in flips.values())  # 2.8 standard errors
     for area in areas.values():  # 8 to 100 %; wide or high crops that do not fit are drawn again
         assert 0.06 < area.min() < 0.12
@@ -186,35 +168,19 @@ def test_pipelines_have_the_same_distribution(tmp_path: Path) -> None:
 def test_pipelines_draw_the_same_crops_and_operations(tmp_path: Path) -> None:
     root = picture_files(tmp_path)
     augment = {"flip": True, "randaugment": [1, 9], "erasing": 0.5, "mixup": 0.8}
-    exact, fast = (finished(load_images(root, kind, augment=augment), list(range(24))) for kind in ("exact", "fast"))
+    exact, fast = (pixels_of(load_images(root, kind, augment=augment), list(range(24))) for kind in ("exact", "fast"))
     assert (exact - fast).abs().mean() < 2  # resampling filters of Pillow and torch differ in rounding
 
 
-@pytest.mark.parametrize(
-    ("name", "options"), [("imagenet", {}), ("imagenet", {"pipeline": "fast"}), ("videos", {}), ("volumes", {})]
-)
-def test_parts_of_a_batch_equal_the_whole(tmp_path: Path, name: str, options: dict) -> None:
-    augment = {"flip": True, "randaugment": [2, 9], "erasing": 0.5, "mixup": 0.8, "cutmix": 1.0}
-    settings = {**OPTIONS.get(name, {}), "root": str(MINIATURES[name](tmp_path)), "augment": augment, **options}
-    data = make_data(data_config(name, **settings))
-    staged: Any = data.train_dataloader().dataset
-    indices = [3, 1, 3 + len(staged), 0, 3 + 2 * len(staged)]  # three copies of example 3
-    read = staged.__getitems__(Request(5, indices))
-    assert read.tensors[0].dtype == (torch.float32 if name == "volumes" else torch.uint8)
-    staged.epoch.seed = 5
-    for part, whole in zip(staged.finish(read), staged.epoch.__getitems__(indices), strict=True):
-        assert torch.equal(part, whole)
-
-
 def test_copies_in_a_batch_are_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    staged: Any = load_images(imagenet(tmp_path)).train_dataloader().dataset
+    raw: Any = load_images(imagenet(tmp_path))._made_datasets()[0].raw  # type: ignore[attr-defined]
     opened: list[int] = []
     monkeypatch.setattr(
         ImageSet, "open", lambda self, index: opened.append(index) or self.root / self.samples[index][0]
     )
-    batch = staged.read(Request(0, [1, 25, 2, 49, 3]))
+    batch = read_batch(raw, Draws(0, [1, 25, 2, 49, 3]))
     assert opened == [1, 2, 3]
-    assert batch[1].tolist() == [staged.dataset.samples[index][1] for index in (1, 1, 2, 1, 3)]
+    assert batch[1].tolist() == [raw.samples[index][1] for index in (1, 1, 2, 1, 3)]
     assert not torch.equal(batch[0][0], batch[0][1])
 
 
@@ -263,20 +229,17 @@ def epoch(data: DataModule, number: int, monkeypatch: pytest.MonkeyPatch) -> lis
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_processes_are_kept_and_resume_in_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_load_the_same_batches_and_resume_in_an_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root, augment = imagenet(tmp_path), {"flip": True, "randaugment": [1, 9], "repeats": 2}
-    alone, kept = (load_images(root, workers=workers, augment=augment) for workers in (0, 2))
-    processes = []
+    alone, by_two = (load_images(root, workers=workers, augment=augment) for workers in (0, 2))
     for number in range(2):
         expected = epoch(alone, number, monkeypatch)
-        loaded = epoch(kept, number, monkeypatch)
-        processes.append({process.pid for process in multiprocessing.active_children()})
+        loaded = epoch(by_two, number, monkeypatch)
         assert all(torch.equal(*pair) for pair in zip(expected, loaded, strict=True))
-    assert processes[0] == processes[1] != set()
-    kept.resume_at = (1, 3)
-    assert torch.equal(torch.stack(epoch(kept, 1, monkeypatch)), torch.stack(expected[3:]))
-    monkeypatch.undo()
-    del kept  # the last reference
+    by_two.resume_at = (1, 3)
+    assert torch.equal(torch.stack(epoch(by_two, 1, monkeypatch)), torch.stack(expected[3:]))
     assert multiprocessing.active_children() == []
 
 

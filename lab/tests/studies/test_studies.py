@@ -78,7 +78,7 @@ def test_run_is_trained_once_for_all_studies(tmp_path: Path) -> None:
         ({"optim": OptimConfig(lr=1e-5)}, False),
         ({"run": ExecutionConfig(precision="bf16")}, False),
         ({"run": ExecutionConfig(compile=True, logs=["csv"], on_nan="skip")}, True),
-        ({"data": data_config(workers=2, resident=False)}, True),
+        ({"data": data_config(workers=2)}, True),
         ({"model": ModelConfig(checkpoint_layers=True)}, True),
     ],
 )

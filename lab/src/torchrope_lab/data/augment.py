@@ -1,4 +1,4 @@
-"""Random augmentation of training batches, on the device of the batch."""
+"""Random augmentation of training batches."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -59,38 +59,30 @@ class EpochSet(Dataset):
         draws = Draws(self.seed, indices)
         normalise = getattr(self.dataset, "normalise", None)
         raw = self.dataset if normalise is None else self.dataset.raw  # type: ignore[attr-defined]
-        return augmented(read_batch(raw, draws), self.config, self.num_classes, draws, normalise)
-
-
-def augmented(
-    batch: Sequence[Tensor], config: AugmentConfig, num_classes: int, draws: Draws, normalise: Any = None
-) -> tuple:
-    """Augment a batch of inputs, labels and further tensors, in the order of `AugmentConfig`.
-
-    Args:
-        batch: The batch, before normalisation if `normalise` is given.
-        config: The augmentation.
-        num_classes: Length of the soft labels of Mixup and CutMix.
-        draws: Random numbers of the batch.
-        normalise: Converts inputs to float32; erasing needs it.
-    """
-    inputs, labels, *others = batch
-    inputs = transform(inputs, config, draws)
-    if normalise is not None:
-        inputs = erase(normalise(inputs), config.erasing, draws)
-    inputs, labels = mix(inputs, labels, num_classes, config, draws)
-    return inputs, labels, *others
+        inputs, labels, *others = read_batch(raw, draws)
+        inputs = transform(inputs, self.config, draws)
+        if normalise is not None:
+            inputs = erase(normalise(inputs), self.config.erasing, draws)
+        return *mix(inputs, labels, self.num_classes, self.config, draws), *others
 
 
 def read_batch(dataset: Dataset, draws: Draws) -> Sequence[Tensor]:
-    """Read a batch with `__getitems__` if the set has it, else example by example, each with its own seed."""
+    """Read a batch with `__getitems__` if the set has it, else example by example, each with its own seed.
+
+    Copies of an example, which repeated augmentation makes, are decoded once if the set `decodes_once`.
+    """
     indices = [example_of(index, len(dataset)) for index in draws.indices]  # type: ignore[arg-type]
     if hasattr(dataset, "__getitems__"):
         return dataset.__getitems__(indices)
-    samples = []
-    for index, seed in zip(indices, draws.seeds("sample"), strict=True):
-        with seeded(seed):
-            samples.append(dataset[index])
+    copies: dict[int, list[tuple[int, int]]] = {}
+    for number, (index, seed) in enumerate(zip(indices, draws.seeds("sample"), strict=True)):
+        copies.setdefault(index, []).append((number, seed))
+    samples: list[tuple] = [()] * len(indices)
+    for index, numbered in copies.items():
+        decoded = dataset.reading.get(index) if getattr(dataset, "decodes_once", False) else None  # type: ignore[attr-defined]
+        for number, seed in numbered:
+            with seeded(seed):
+                samples[number] = dataset[index] if decoded is None else dataset.cropped(*decoded)  # type: ignore[attr-defined]
     return default_collate(samples)
 
 
@@ -155,7 +147,7 @@ def solarise(images: Tensor, _: Tensor) -> Tensor:
 def blur(images: Tensor, sigmas: Tensor) -> Tensor:
     """Convolve images `(n, channels, height, width)` with Gaussians of standard deviations `(n,)`, in pixels."""
     half = BLURRED_OVER // 2
-    distances = torch.arange(-half, half + 1, device=images.device)
+    distances = torch.arange(-half, half + 1)
     kernels = (-0.5 * (distances / sigmas[:, None]).square()).softmax(dim=1)  # (n, 9)
     padded = functional.pad(images.float(), (half,) * 4, mode="reflect").flatten(0, 1)
     kernels = kernels.repeat_interleave(images.shape[1], dim=0).unsqueeze(1)  # (n · channels, 1, 9)
@@ -167,16 +159,16 @@ def crop_padded(images: Tensor, padding: int, draws: Draws) -> Tensor:
     """Pad every image by `padding` black pixels and crop it at random to its original size."""
     height, width = images.shape[-2:]
     padded = functional.pad(images, (padding,) * 4)
-    corners = (draws.uniform("crop", 2) * (2 * padding + 1)).long().to(images.device)  # [b, 2]
-    rows = corners[:, :1] + torch.arange(height, device=images.device)
-    columns = corners[:, 1:] + torch.arange(width, device=images.device)
-    sample = torch.arange(len(images), device=images.device)[:, None, None]
+    corners = (draws.uniform("crop", 2) * (2 * padding + 1)).long()  # [b, 2]
+    rows = corners[:, :1] + torch.arange(height)
+    columns = corners[:, 1:] + torch.arange(width)
+    sample = torch.arange(len(images))[:, None, None]
     return padded[sample, :, rows[:, :, None], columns[:, None]].movedim(-1, 1).contiguous()
 
 
 def flip(inputs: Tensor, draws: Draws) -> Tensor:
     """Flip every example along the last axis (left and right) with probability 1/2."""
-    flipped = (draws.uniform("flip") < 0.5).to(inputs.device)  # [b, 1]
+    flipped = draws.uniform("flip") < 0.5  # [b, 1]
     return torch.where(flipped.view(-1, *[1] * (inputs.ndim - 1)), inputs.flip(-1), inputs)
 
 
@@ -209,8 +201,7 @@ def erase(inputs: Tensor, probability: float, draws: Draws) -> Tensor:
         tall, wide = sides[example, fits[example].int().argmax()].long().tolist()
         top, left = int(y[example] * (height - tall + 1)), int(x[example] * (width - wide + 1))
         box = changed[example, ..., top : top + tall, left : left + wide]
-        noise = torch.Generator().manual_seed(seeds[example])  # of the CPU, so that devices do not matter
-        box.copy_(torch.randn(box.shape, generator=noise))
+        box.copy_(torch.randn(box.shape, generator=torch.Generator().manual_seed(seeds[example])))
     return changed
 
 

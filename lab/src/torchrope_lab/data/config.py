@@ -267,17 +267,6 @@ class DataConfig(Settings):
 
 
 @dataclass
-class InMemoryConfig(DataConfig):
-    """Settings of data in memory.
-
-    Attributes:
-        resident: Keep a training set of at most 2 GiB on the training device and augment it there.
-    """
-
-    resident: bool = True
-
-
-@dataclass
 class RootConfig(DataConfig):
     """Settings of data in files.
 
@@ -379,7 +368,7 @@ def data_set(name: str, module: str, size: int | None = None) -> Callable[[type[
 
 @data_set("digits", "digits:Digits")
 @augmented(*_CROPS)
-class DigitsConfig(InMemoryConfig):
+class DigitsConfig(DataConfig):
     """Handwritten digits of scikit-learn, 8x8 pixels."""
 
 
@@ -397,8 +386,8 @@ class ImagesConfig(FilesConfig, CentredConfig):
 
     Attributes:
         pipeline: How training images are read. "exact": decoded, cropped and augmented one by one by the loading
-            processes, with Pillow, as in the papers. "fast": JPEG files decoded by libjpeg-turbo, cropped as bytes,
-            and augmented in batches on the training device; the distribution is the same up to the resampling filter.
+            processes, with Pillow, as in the papers. "fast": JPEG files are decoded by libjpeg-turbo and cropped as
+            bytes; the distribution is the same up to the resampling filter.
     """
 
     pipeline: Literal["exact", "fast"] = "exact"
@@ -406,7 +395,7 @@ class ImagesConfig(FilesConfig, CentredConfig):
 
 @data_set("cifar10", "cifar:Cifar10", size=32)
 @augmented(*_PICTURES)
-class Cifar10Config(RootConfig, InMemoryConfig, ColourConfig):
+class Cifar10Config(RootConfig, ColourConfig):
     """CIFAR-10: 32x32 colour images, 10 classes."""
 
 

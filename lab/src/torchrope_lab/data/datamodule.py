@@ -14,21 +14,19 @@ from typing import Any, Literal, TypeVar
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler
 
 from torchrope.positions import Periods
 from torchrope_lab.data.augment import EpochSet
-from torchrope_lab.data.config import AugmentConfig, DataConfig, InMemoryConfig
+from torchrope_lab.data.config import AugmentConfig, DataConfig
 from torchrope_lab.data.draws import Draws
 from torchrope_lab.data.faults import Fault, Skipping
-from torchrope_lab.data.loading import Batches, Loader, Request, ResumedSampler, Staged
-from torchrope_lab.data.mixed_sizes import MixedSizes, Resampled, Size, sources
+from torchrope_lab.data.loading import Loader, ResumedSampler, SizedBatches
+from torchrope_lab.data.mixed_sizes import MixedSizes, Resampled, Size
 from torchrope_lab.data.repeated import Repeated, example_of
-from torchrope_lab.data.streamed import StreamedSet
-from torchrope_lab.data.tensors import InMemorySet, TensorSet, folds_of, split_for_tuning
+from torchrope_lab.data.tensors import TensorSet, folds_of, split_for_tuning
 from torchrope_lab.mistakes import Mistake
 
-RESIDENT_BYTES = 2**31  # a larger set stays in main memory
 HASHED = 100
 """Examples of each set whose inputs the fingerprint contains, evenly spaced."""
 
@@ -104,8 +102,6 @@ class DataModule(pl.LightningDataModule, ABC):
         self._skipped: list[Fault] = []
         self._datasets: tuple[Dataset, Dataset] | None = None
         self._unfolded: tuple[Any, Any] | None = None
-        self._resident: dict[Size, InMemorySet] = {}
-        self._kept: Loader | None = None
 
     @abstractmethod
     def datasets(self) -> tuple[Dataset, Dataset]:
@@ -167,7 +163,6 @@ class DataModule(pl.LightningDataModule, ABC):
         if not config.folds or replace(config, fold=self.config.fold) != self.config:
             return None
         other = copy(self)
-        other._resident, other._kept = {}, None
         other.config, other._datasets = config, None
         return other
 
@@ -186,7 +181,7 @@ class DataModule(pl.LightningDataModule, ABC):
         other = copy(self)
         other.config = replace(self.config, size=size)
         other.input_size = (*self.input_size[:-2], size, size)
-        other._datasets, other._kept = (self._made_datasets()[0], val), None
+        other._datasets = (self._made_datasets()[0], val)
         return other
 
     @property
@@ -270,14 +265,13 @@ class DataModule(pl.LightningDataModule, ABC):
             raise Mistake(f"{rule}, {len(sampler)}, got {batch_size}")  # type: ignore[arg-type]
         if epoch == self.resume_at[0] and self.resume_at[1]:
             sampler = ResumedSampler(sampler, epoch, self.resume_at[1] * batch_size)
-        make = partial(Batches, sampler, batch_size, self.config.drop_last)
         if self.train_sizes:
             examples: Dataset = MixedSizes({size: self._examples(size, seed) for size in self.train_sizes})
-            batches = make(lambda number, indices: (self._size_of_batch(number, seed), indices))
+            size_of = partial(self._size_of_batch, seed=seed)
+            batches: BatchSampler = SizedBatches(sampler, batch_size, self.config.drop_last, size_of)
         else:
-            examples = self._staged(self._examples(self.input_size, seed))
-            staged = isinstance(examples, Staged)
-            batches = make(lambda _, indices: Request(seed, indices) if staged else indices)
+            examples = self._examples(self.input_size, seed)
+            batches = BatchSampler(sampler, batch_size, self.config.drop_last)
         generator = torch.Generator().manual_seed(seed)  # seeds worker processes
         return self._loader(examples, batches=batches, generator=generator)
 
@@ -303,8 +297,6 @@ class DataModule(pl.LightningDataModule, ABC):
         """Return the augmented training examples of an epoch, resampled to a size."""
         trained = tuple(self.input_size)
         train = self._with_spacing(self._made_datasets()[0])
-        if self.trainer is not None:
-            train = self._on_device(train, trained, self.trainer.strategy.root_device)
         examples = self._augmented(train, seed)
         return examples if size == trained else Resampled(examples, size)
 
@@ -322,15 +314,6 @@ class DataModule(pl.LightningDataModule, ABC):
         if not isinstance(train, TensorSet):  # others are cropped when they are read
             augment = replace(augment, crop_scale=None, resize_crop=None)
         return EpochSet(train, augment, self.num_classes, seed)
-
-    def _on_device(self, train: Dataset, size: Size, device: torch.device) -> Dataset:
-        """Move an in-memory set of at most `RESIDENT_BYTES` to the training device, if `resident` is set."""
-        allowed = isinstance(self.config, InMemoryConfig) and self.config.resident
-        if not isinstance(train, InMemorySet) or not allowed or train.nbytes > RESIDENT_BYTES:
-            return train
-        if size not in self._resident or self._resident[size].inputs.device != device:
-            self._resident[size] = train if train.inputs.device == device else train.to(device)
-        return self._resident[size]
 
     def val_dataloader(self) -> DataLoader:
         """Return the loader of validation batches, in the order of the set.
@@ -350,9 +333,6 @@ class DataModule(pl.LightningDataModule, ABC):
         if devices == 1:  # as large as possible
             ends = [*range(0, total, batch_size), total]
         batches = [list(mine[start:end]) for start, end in pairwise(ends)]
-        examples = self._staged(EpochSet(val, AugmentConfig(), self.num_classes, 0))
-        if isinstance(examples, Staged):
-            return self._loader(examples, batches=[Request(0, indices) for indices in batches])
         return self._loader(val, batches=batches)
 
     def _with_spacing(self, dataset: Dataset) -> Dataset:
@@ -378,31 +358,15 @@ class DataModule(pl.LightningDataModule, ABC):
         order = self.sampler(train, self._seed, epoch, 1, 0)
         return Repeated(order, repeats, len(train), self.config.batch_size, replicas, rank)  # type: ignore[arg-type]
 
-    def _staged(self, examples: Dataset) -> Dataset:
-        """Divide the work on examples from files between loading processes and device."""
-        if not isinstance(examples, EpochSet) or not isinstance(examples.dataset, StreamedSet):
-            return examples
-        return Staged(examples, on_device=getattr(self.config, "pipeline", "exact") == "fast")
-
     def _loader(
         self, dataset: Dataset, batch_size: int = 1, batches: Any = None, generator: torch.Generator | None = None
     ) -> DataLoader:
-        """Return a loader of `batches`, or of batches in order; that of `Staged` training examples is kept."""
+        """Return a loader of `batches`, or of batches in order."""
         order = {"batch_size": batch_size} if batches is None else {"batch_sampler": batches}
         options: dict[str, Any] = {**order, "generator": generator}
-        processes = self.config.workers
-        if isinstance(dataset, Staged):
-            options["device"] = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
-        elif any(isinstance(part, InMemorySet) and part.inputs.device.type != "cpu" for part in sources(dataset)):
-            processes, options["pin_memory"] = 0, False  # processes cannot share tensors on a device
-        if processes:
-            options.update(num_workers=processes, prefetch_factor=self.config.prefetch)
-        if not processes or not isinstance(dataset, Staged) or not isinstance(batches, Batches):
-            return Loader(dataset, **options)
-        if self._kept is None or not self._kept.serves(dataset, options["device"]):
-            self._kept = Loader(dataset, persistent_workers=True, **options)
-        self._kept.batch_sampler.become(batches)  # type: ignore[union-attr]
-        return self._kept
+        if self.config.workers:
+            options.update(num_workers=self.config.workers, prefetch_factor=self.config.prefetch)
+        return Loader(dataset, **options)
 
     def _made_datasets(self) -> tuple[Dataset, Dataset]:
         if self._datasets is None:

@@ -48,12 +48,3 @@ class Resampled(Dataset):
         inputs, labels, *spacings = self.dataset.__getitems__(indices)  # type: ignore[attr-defined]
         factors = torch.tensor(inputs.shape[2:]) / torch.tensor(self.size)  # the total extent stays
         return resize(inputs, self.size), labels, *(spacing * factors.to(spacing) for spacing in spacings)
-
-
-def sources(dataset: Dataset) -> list[Dataset]:
-    """Return the innermost data sets that a data set wraps: one, or one per size."""
-    while hasattr(dataset, "dataset"):
-        dataset = dataset.dataset
-    if isinstance(dataset, MixedSizes):
-        return [source for of_size in dataset.sets.values() for source in sources(of_size)]
-    return [dataset]

@@ -1,4 +1,4 @@
-"""RandAugment: the operations and strengths of torchvision, of timm and of LieRE's code.
+"""RandAugment: the operations and strengths of torchvision and of LieRE's code, and timm's own transform.
 
 In a batch every image has its own operations and strengths; images with the same operation are processed together.
 
@@ -7,7 +7,6 @@ References:
 """
 
 import random
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -23,7 +22,6 @@ from torchvision.transforms.v2 import functional as image_ops
 from torchrope_lab.data.config import LARGEST_MAGNITUDE, LIERE
 from torchrope_lab.data.draws import Draws
 
-TIMM_LARGEST = 10  # magnitude
 TIMM_FILL = (124, 116, 104)  # ImageNet's mean, as in timm's `create_transform`
 CUTOUT_FILL = (125, 123, 114)
 COLOURS = ("Color", "Posterize", "Solarize", "AutoContrast", "Equalize")
@@ -40,37 +38,16 @@ class Policy(NamedTuple):
     Attributes:
         strengths: Names of operations and their strengths; all are equally likely.
         number: Operations of an image.
-        level: Mean level, as a fraction of the largest magnitude.
-        noise: Standard deviation of the level.
-        probability: Probability that a drawn operation is applied.
-        sampling: Arguments of `warp`, for geometric operations.
+        level: Level, as a fraction of the largest magnitude.
     """
 
     strengths: Mapping[str, Strength]
     number: int
     level: float
-    noise: float = 0.0
-    probability: float = 1.0
-    sampling: Mapping[str, Any] = {}
-
-    def operation(self, name: str) -> Operation:
-        """Return the function of an operation."""
-        return partial(warp, inverse=INVERSES[name], **self.sampling) if name in INVERSES else OPERATIONS[name]
 
 
 def randaugment(inputs: Tensor, setting: tuple[int, int] | str, draws: Draws) -> Tensor:
-    """Apply the random operations of a setting to every example.
-
-    On a CPU, timm's policies are timm's own transform of Pillow images; on other devices `batched` has the same
-    distribution.
-    """
-    if isinstance(setting, str) and setting != LIERE and inputs.device.type == "cpu":
-        return one_by_one_with_timm(inputs, setting, draws)
-    return batched(inputs, setting, draws)
-
-
-def batched(inputs: Tensor, setting: tuple[int, int] | str, draws: Draws) -> Tensor:
-    """Apply random operations to every example of a batch, on its device.
+    """Apply the random operations of a setting to every example of a batch.
 
     Args:
         inputs: Images `(batch, 3, height, width)` or clips `(batch, 3, time, height, width)`, uint8, or volumes
@@ -80,6 +57,8 @@ def batched(inputs: Tensor, setting: tuple[int, int] | str, draws: Draws) -> Ten
         setting: Number and magnitude, "liere", or "timm:rand-..." as in `AugmentConfig`.
         draws: Random numbers of the batch.
     """
+    if isinstance(setting, str) and setting != LIERE:
+        return one_by_one_with_timm(inputs, setting, draws)
     volumes = inputs.is_floating_point()
     policy = find_policy(setting, *inputs.shape[-2:])
     policy = of_volumes(policy) if volumes else policy
@@ -95,15 +74,12 @@ def apply_one(images: Tensor, policy: Policy, drawn: Tensor) -> None:
     Args:
         images: `(n, ..., channels, height, width)`.
         policy: The policy.
-        drawn: Uniform numbers `(n, 6)`: operation, direction, whether it is applied, noise, position.
+        drawn: Uniform numbers `(n, 6)`: operation, direction, two that are not used, position.
     """
     names = list(policy.strengths)
     levels = torch.full_like(drawn[:, 0], policy.level)
-    if policy.noise:
-        levels += policy.noise * torch.special.ndtri(drawn[:, 3])
-    levels.clamp_(0, 1)
-    kinds = (drawn[:, 0] * len(names)).long().where(drawn[:, 2] < policy.probability, -1)
-    operations = [policy.operation(name) for name in names]
+    kinds = (drawn[:, 0] * len(names)).long()
+    operations = [OPERATIONS[name] for name in names]
     apply_by_kind(
         images,
         kinds,
@@ -119,28 +95,20 @@ def apply_by_kind(
 
     Args:
         images: `(n, ..., channels, height, width)`.
-        kinds: Index of each image's operation, on the CPU, so that no device is waited for; -1 for none.
+        kinds: Index of each image's operation.
         operations: The operations.
-        strengths: From a kind and the indices of its images to their strengths, on the CPU.
+        strengths: From a kind and the indices of its images to their strengths.
     """
-    for kind in kinds[kinds >= 0].unique().tolist():
+    for kind in kinds.unique().tolist():
         members = (kinds == kind).nonzero().flatten()
-        of_kind = strengths(kind, members).float().to(images.device)
-        members = members.to(images.device)
-        images[members] = operations[kind](images[members], of_kind)
+        images[members] = operations[kind](images[members], strengths(kind, members).float())
 
 
 def find_policy(setting: tuple[int, int] | str, height: int, width: int) -> Policy:
-    """Return the policy of a setting for images of a size."""
-    if setting == LIERE:
+    """Return torchvision's or LieRE's policy for images of a size."""
+    if isinstance(setting, str):
         return Policy(LIERE_STRENGTHS, 2, 14 / LARGEST_MAGNITUDE)
     sides = zip(SHIFTS, (width, height), strict=True)
-    if isinstance(setting, str):
-        numbers = {name: float(value) for name, value in re.findall(r"-([a-z]+)([\d.]+)", setting)}
-        level, noise = numbers.get("m", TIMM_LARGEST) / TIMM_LARGEST, numbers.get("mstd", 0) / TIMM_LARGEST
-        strengths = TIMM_STRENGTHS | {name: scaled(0.45 * side, signed=True) for name, side in sides}
-        sampling = {"fill": TIMM_FILL, "mode": "bicubic"}
-        return Policy(strengths, int(numbers.get("n", 2)), level, noise, numbers.get("p", 0.5), sampling)
     shifts = {name: scaled(-150 / 331 * side, signed=True, whole=True) for name, side in sides}
     return Policy(TORCHVISION_STRENGTHS | shifts, setting[0], setting[1] / LARGEST_MAGNITUDE)
 
@@ -181,17 +149,6 @@ TORCHVISION_STRENGTHS: dict[str, Strength] = {
     "AutoContrast": NONE,
     "Equalize": NONE,
 }
-# Those of increasing severity, "inc1"; shifts are fractions of the side.
-TIMM_STRENGTHS: dict[str, Strength] = {
-    **dict.fromkeys(("AutoContrast", "Equalize", "Invert"), NONE),
-    "Rotate": scaled(30, signed=True),
-    "Posterize": scaled(-4, 4, whole=True),
-    "Solarize": scaled(-256, 256, whole=True),
-    "SolarizeAdd": scaled(110, whole=True),
-    **dict.fromkeys(BLENDS, scaled(0.9, 1, signed=True)),
-    **dict.fromkeys(SHEARS, scaled(0.3, signed=True)),
-    **dict.fromkeys(SHIFTS, NONE),
-}
 # dataset/randomaug.py of StanfordMIMI/LieRE; shifts and cutouts are in pixels, whatever the size of the image.
 LIERE_STRENGTHS: dict[str, Strength] = {
     **dict.fromkeys(("AutoContrast", "Equalize", "Invert"), NONE),
@@ -209,22 +166,14 @@ LIERE_STRENGTHS: dict[str, Strength] = {
 # Operations
 
 
-def warp(
-    images: Tensor,
-    strengths: Tensor,
-    inverse: Callable[..., tuple[Any, ...]],
-    fill: tuple[int, ...] = (0,),
-    mode: str = "nearest",
-) -> Tensor:
-    """Resample images by an affine map.
+def warp(images: Tensor, strengths: Tensor, inverse: Callable[..., tuple[Any, ...]]) -> Tensor:
+    """Resample images by an affine map, to the nearest pixel; pixels from outside are black.
 
     Args:
         images: `(n, ..., channels, height, width)`.
         strengths: `(n,)`.
         inverse: From strengths, height and width to the six numbers of the map from pixels of the result to pixels of
             the images, relative to the centre.
-        fill: Colour outside an image.
-        mode: Interpolation of `grid_sample`.
     """
     height, width = images.shape[-2:]
     a, b, c, d, e, f = (
@@ -233,10 +182,8 @@ def warp(
     normalised = [a, b * height / width, c * 2 / width, d * width / height, e, f * 2 / height]
     theta = torch.stack(normalised, dim=1).view(-1, 2, 3)
     grid = functional.affine_grid(theta, [len(images), 1, height, width], align_corners=False)
-    outside = torch.tensor(fill, dtype=torch.float32, device=images.device).view(-1, 1, 1)
-    frames = (images - outside if any(fill) else images.float()).flatten(1, -3)  # as channels
-    shown = functional.grid_sample(frames, grid, mode, "zeros", align_corners=False).view(images.shape)
-    shown = shown.add_(outside) if any(fill) else shown
+    frames = images.float().flatten(1, -3)  # as channels
+    shown = functional.grid_sample(frames, grid, "nearest", "zeros", align_corners=False).view(images.shape)
     return in_range(shown if images.is_floating_point() else shown.round_(), images)
 
 
@@ -288,11 +235,6 @@ def posterize(images: Tensor, bits: Tensor) -> Tensor:
     return images & -(2 ** (8 - per_image(bits, images).int())).to(torch.uint8)
 
 
-def solarize_add(images: Tensor, added: Tensor) -> Tensor:
-    """Brighten the values below 128."""
-    return torch.where(images < 128, in_range(images + per_image(added, images), images), images)
-
-
 def add_and_solarize(images: Tensor, added: Tensor) -> Tensor:
     """Brighten all values, then invert those from 128 on."""
     brighter = in_range(images + per_image(added, images), images)
@@ -303,14 +245,12 @@ def cutout(images: Tensor, boxes: Tensor) -> Tensor:
     """Fill a square around a random point; boxes are `(n, 3)`, the side in pixels, and x and y in [0, 1]."""
     height, width = images.shape[-2:]
     side = per_image(boxes[:, 0], images)
-    inside = torch.ones(1, dtype=torch.bool, device=images.device)
+    inside = torch.ones(1, dtype=torch.bool)
     for at, length, shape in ((boxes[:, 1], width, (1, -1)), (boxes[:, 2], height, (-1, 1))):
         first = (per_image(at, images) * length - side / 2).clamp(min=0).trunc()
-        pixels = torch.arange(length, device=images.device).view(shape)
+        pixels = torch.arange(length).view(shape)
         inside = inside & (pixels >= first) & (pixels <= first + side)
-    return torch.where(
-        inside, torch.tensor(CUTOUT_FILL, dtype=torch.uint8, device=images.device).view(-1, 1, 1), images
-    )
+    return torch.where(inside, torch.tensor(CUTOUT_FILL, dtype=torch.uint8).view(-1, 1, 1), images)
 
 
 OPERATIONS: Mapping[str, Operation] = {
@@ -325,9 +265,9 @@ OPERATIONS: Mapping[str, Operation] = {
     "Sharpness": partial(blend, reference=partial(image_ops.adjust_sharpness, sharpness_factor=0.0)),
     "Posterize": posterize,
     "Solarize": solarize,
-    "SolarizeAdd": solarize_add,
     "AddAndSolarize": add_and_solarize,
     "Cutout": cutout,
+    **{name: partial(warp, inverse=inverse) for name, inverse in INVERSES.items()},
 }
 
 

@@ -74,7 +74,10 @@ class StreamedSet(Dataset, ABC):
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple:
-        decoded, *others = self.reading.get(index)
+        return self.cropped(*self.reading.get(index))
+
+    def cropped(self, decoded: Any, *others: Any) -> tuple:
+        """Return a sample of the set's size from a decoded one."""
         inputs = self.to_size(decoded)
         return self.normalise(inputs) if self.normalises else inputs, *others
 
@@ -86,7 +89,7 @@ class StreamedSet(Dataset, ABC):
         """Compute (x - mean) / std, where bytes are first divided by 255."""
         if inputs.dtype == torch.uint8:
             return Normalise(self.mean, self.std)(inputs)
-        return (inputs - self.mean.to(inputs.device)) / self.std.to(inputs.device)
+        return (inputs - self.mean) / self.std
 
     @property
     def raw(self: Streamed) -> Streamed:

@@ -2,8 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from copy import copy
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,9 +20,6 @@ TUNING_PARTS = 5
 """One in this many training examples is held out for tuning of hyperparameters."""
 
 
-Memory = TypeVar("Memory", bound="InMemorySet")
-
-
 class Normalise:
     """Compute (x / 255 - mean) / std per channel of uint8 inputs.
 
@@ -38,47 +33,11 @@ class Normalise:
         self.std = std
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Normalise uint8 `(..., channels, *sizes)` to float32, on the same device."""
-        mean, std = self.mean.to(inputs.device), self.std.to(inputs.device)
-        return inputs.to(torch.float32).mul_(1 / 255).sub_(mean).div_(std)
+        """Normalise uint8 `(..., channels, *sizes)` to float32."""
+        return inputs.to(torch.float32).mul_(1 / 255).sub_(self.mean).div_(self.std)
 
 
-class InMemorySet(Dataset):
-    """Base class of data sets in memory, of the CPU or of another device.
-
-    Attributes:
-        inputs: All inputs, `(examples, channels, *sizes)`.
-        labels: One per example.
-        normalise: A `Normalise`; None for inputs that are normalised, or remain bytes.
-    """
-
-    inputs: Tensor
-    labels: Tensor
-    normalise: Any
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    @property
-    def raw(self: Memory) -> Memory:
-        """The same examples before normalisation."""
-        other = copy(self)
-        other.normalise = None
-        return other
-
-    @property
-    def nbytes(self) -> int:
-        """Memory size in bytes."""
-        return self.inputs.nbytes + self.labels.nbytes
-
-    def to(self: Memory, device: torch.device) -> Memory:
-        """Copy all examples to a device."""
-        other = copy(self)
-        other.inputs, other.labels = self.inputs.to(device), self.labels.to(device)
-        return other
-
-
-class TensorSet(InMemorySet):
+class TensorSet(Dataset):
     """Inputs and labels in memory, indexed by example or by batch.
 
     Args:
@@ -92,14 +51,22 @@ class TensorSet(InMemorySet):
         self.labels = labels
         self.normalise = normalise
 
+    def __len__(self) -> int:
+        return len(self.labels)
+
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         inputs, labels = self.__getitems__([index])
         return inputs[0], int(labels[0])
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        chosen = torch.as_tensor(indices, device=self.labels.device)
+        chosen = torch.as_tensor(indices)
         inputs = self.inputs[chosen]
         return inputs if self.normalise is None else self.normalise(inputs), self.labels[chosen]
+
+    @property
+    def raw(self) -> "TensorSet":
+        """The same examples before normalisation."""
+        return TensorSet(self.inputs, self.labels)
 
     def part(self, indices: Tensor) -> "TensorSet":
         """Return the subset with the given indices."""

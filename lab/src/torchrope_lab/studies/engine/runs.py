@@ -35,7 +35,7 @@ RESULT = "result.json"
 NUMERICS = 3
 """Raised by hand where a change of the code changes the numbers of runs, so that earlier runs are not reused."""
 _NOT_HASHED = (
-    *("init", "data.root", "data.labels", "data.workers", "data.prefetch", "data.resident"),
+    *("init", "data.root", "data.labels", "data.workers", "data.prefetch"),
     "model.checkpoint_layers",
 )
 """Settings that change locations or speed, but not results."""
