@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision import tv_tensors
-from torchvision.ops import masks_to_boxes
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as image_ops
 
@@ -148,17 +147,6 @@ def plain(target: Target) -> Target:
 def to_boxes(boxes: Tensor, height: int, width: int) -> tv_tensors.BoundingBoxes:
     """Convert `(objects, 4)`, left, top, right and bottom, to bounding boxes of an image of the given size."""
     return tv_tensors.BoundingBoxes(boxes.float().view(-1, 4), format="XYXY", canvas_size=(height, width))
-
-
-def boxes_of(masks: Tensor) -> Tensor:
-    """Compute the bounding boxes of non-empty masks: float32 `(objects, 4)`, including the outermost pixels.
-
-    Example:
-        >>> boxes_of(torch.eye(3, dtype=torch.bool)[None])
-        tensor([[0., 0., 3., 3.]])
-    """
-    ends = torch.tensor([0, 0, 1, 1], device=masks.device)
-    return masks_to_boxes(masks).float() + ends  # torchvision's boxes end at the index of the last pixel
 
 
 def compose(steps: Sequence[Any]) -> Transform | None:
