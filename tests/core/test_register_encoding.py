@@ -150,8 +150,3 @@ def test_arguments_are_those_of_the_constructor_and_what_it_passes_on() -> None:
 def test_fixed_families_have_no_shared_heads(family: Callable[..., Any]) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'shared_heads'"):
         family(num_axes=1, num_heads=2, head_dim=8, shared_heads=True)
-
-
-def test_former_classes_name_their_preset() -> None:
-    with pytest.raises(AttributeError, match=r"^torchrope\.DINOv3RoPE is torchrope\.encodings\.baselines\.dinov3$"):
-        tr.DINOv3RoPE  # noqa: B018

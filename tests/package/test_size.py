@@ -18,8 +18,8 @@ LINES = {
     "src/torchrope/ops": 6740,
     "src/torchrope/integrations": 6128,
     "lab/src": 27507,
-    "tests": 23852,
-    "lab/tests": 22977,
+    "tests": 23847,
+    "lab/tests": 22970,
     "benchmarks": 4500,
     "examples": 1000,
 }
