@@ -19,7 +19,7 @@ LINES = {
     "src/torchrope/integrations": 6128,
     "lab/src": 27507,
     "tests": 23847,
-    "lab/tests": 22970,
+    "lab/tests": 22965,
     "benchmarks": 4500,
     "examples": 1000,
 }

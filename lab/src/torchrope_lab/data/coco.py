@@ -178,7 +178,7 @@ def read_instances(path: Path) -> Instances:
     rule = "annotations must be COCO's JSON of images, annotations and categories"
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise Mistake(f"{rule}, got {path.name}: {' '.join(str(error).split())}") from error
     for name in ("images", "annotations", "categories"):
         entries = content.get(name) if isinstance(content, dict) else None
