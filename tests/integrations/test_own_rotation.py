@@ -353,7 +353,7 @@ def test_other_starts_are_said_and_warn_once(init: str) -> None:
         tr.swap(model, "mixed", init=init)
     assert [str(one.message).count("\n") for one in warned] == [0]
     assert warned[0].filename == __file__
-    assert model.rotary.lattices[0] == Lattice(1.0, 0.0)  # the paper's, not the model's
+    assert model.rotary.lattices[0] == Lattice((1.0, 1.0), (0.0, 0.0))  # the paper's, not the model's
 
 
 def test_kept_rotation_rejects_init_own() -> None:

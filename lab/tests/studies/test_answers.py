@@ -127,13 +127,13 @@ def test_answers_are_short(name: str, data: str, seeds: int, tmp_path: Path, mon
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_answer_of_dense_is_short(seeds: int) -> None:
     random = np.random.default_rng(0)
-    sizes = [dense.EvaluationSize(scale, f"{64 * scale:g} × {64 * scale:g}", None, 1.0) for scale in (1.0, 2.0)]  # type: ignore[arg-type]
+    sizes = [dense.EvaluationSize(scale, f"{64 * scale:g} × {64 * scale:g}") for scale in (1.0, 2.0)]
     scores = {
         name: [BootstrapEstimate(random.random(seeds), random.random((seeds, 50)), 9) for _ in sizes]
         for name in ENCODINGS
     }
     outcomes = [dense.Outcome(task, scores, {}, {}) for task in TASKS]
-    check(Findings(dense._answer(outcomes, sizes[-1], seeds)))
+    check(Findings(dense._answer(outcomes, seeds)))
 
 
 @pytest.mark.parametrize(
