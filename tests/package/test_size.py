@@ -19,7 +19,7 @@ LINES = {
     "src/torchrope/integrations": 6128,
     "lab/src": 27507,
     "tests": 23847,
-    "lab/tests": 22965,
+    "lab/tests": 22964,
     "benchmarks": 4500,
     "examples": 1000,
 }

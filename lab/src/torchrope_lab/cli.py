@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 from torchrope_lab import recipes
 from torchrope_lab.arguments import as_list, nearest
-from torchrope_lab.data.config import with_crop_ratio
+from torchrope_lab.data.config import CropRatio, with_crop_ratio
 from torchrope_lab.files import EVALUATION
 from torchrope_lab.mistakes import Mistake, is_mistake
 from torchrope_lab.options import REPLACED, Parsed, parse
-from torchrope_lab.schema import Fraction, PositiveFloat, PositiveInt
+from torchrope_lab.schema import PositiveFloat, PositiveInt
 
 HELP = """\
 usage: torchrope COMMAND [options]
@@ -348,7 +348,7 @@ def _find_encodings_of(parsed: Parsed[Any], setting: str) -> None:
 def _add_evaluate_options(parser: Any) -> None:
     folder = "output folder of `torchrope train`, a run's folder in OUT/runs, or the file of a published checkpoint"
     sizes = "input sizes in pixels per side; by default multiples of the training size from 0.5 to 2"
-    crop_ratio = "side of the centre crop as a fraction of the shorter side, as in 0.875"
+    crop_ratio = "side of the centre crop as a fraction of the shorter side, as in 0.875; or native: without resizing"
     window_size = (
         "window size of a Swin at other input sizes, in tokens per side, or 'grow' to scale it with the input; "
         "by default the training window"
@@ -361,7 +361,7 @@ def _add_evaluate_options(parser: Any) -> None:
     add = parser.add_argument
     add("folder", type=Path, help=folder)
     add("--sizes", type=list[PositiveInt], metavar="A,B", help=sizes)
-    add("--crop-ratio", type=Fraction, metavar="R", help=crop_ratio)
+    add("--crop-ratio", type=CropRatio, metavar="R", help=crop_ratio)
     add("--window-size", type=PositiveInt | Literal["grow"], metavar="N", help=window_size)
     add("--positions", type=Literal["spacing", "range"], default="spacing", help=positions)
     add("--crop", type=PositiveInt, metavar="N", help="sliding-window inference in windows of N pixels")

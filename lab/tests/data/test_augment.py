@@ -424,14 +424,6 @@ def test_cutmix_of_one_axis_pastes_one_segment_of_uniform_share():
     assert abs(np.mean(shares) - (1 / 2 - 1 / 12)) < 0.05
 
 
-def test_mix_supports_volumes():
-    volumes = torch.randn(4, 3, 2, 8, 8)
-    out, labels = augment.mix(volumes.clone(), torch.arange(4), 4, AugmentConfig(mixup=1.0), draws(4))
-    share = labels[1, 1]
-    torch.testing.assert_close(out[1], share * volumes[1] + (1 - share) * volumes[0])
-    assert type(out) is torch.Tensor
-
-
 def test_loss_of_soft_labels_is_weighted_sum_of_losses():
     torch.manual_seed(0)
     classifier = Classifier(torch.nn.Linear(5, 3), 3, OptimConfig())

@@ -26,10 +26,7 @@ def test_classifier_has_its_sizes_the_trained_one_first() -> None:
     ]
     assert evaluation_table(measures, (8, 8)).splitlines() == table
     asked = {"crop_ratio": 0.875, "window_size": "grow", "positions": "range", "normalise": "half"}
-    told = (
-        "0.875 of the shorter side, window size at other sizes: grow, positions: same range as in training, "
-        "normalised: half"
-    )
+    told = "crop ratio: 0.875, window size at other sizes: grow, positions: same range as in training, normalised: half"
     assert evaluation_table({**measures, **asked}, (8, 8)).splitlines() == [*table, "", told]
 
 

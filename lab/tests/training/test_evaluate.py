@@ -111,14 +111,15 @@ def saved(names: dict[str, tuple[int, ...]], path: Path) -> Path:
 # Sizes
 
 
-def test_inputs_at_twice_the_size_equal_torchvisions(trained: Path, pictures: Path, run: Run) -> None:
-    status, printed, _ = run("evaluate", trained, "--sizes", "32,64,96", "--crop-ratio", "0.75", "--json")
+@pytest.mark.parametrize(("ratio", "made", "enlarged"), [(0.75, "read", 12), ("native", "cropped", 0)])
+def test_evaluation_tells_how_inputs_are_made(trained: Path, run: Run, ratio: Any, made: str, enlarged: int) -> None:
+    status, printed, _ = run("evaluate", trained, "--sizes", "32,64,96", "--crop-ratio", str(ratio), "--json")
     assert status == 0
     measures = json.loads(printed)
-    assert measures["crop_ratio"] == 0.75
+    assert measures["crop_ratio"] == ratio
     assert json.loads((trained / "evaluation.json").read_text()) == measures
     found = [(at["size"], at["inputs"], at["enlarged"]) for at in measures["resolutions"]]
-    assert found == [([32, 32], "trained", 0), ([64, 64], "read", 0), ([96, 96], "read", 12)]
+    assert found == [([32, 32], "trained", 0), ([64, 64], made, 0), ([96, 96], made, enlarged)]
     for at in measures["resolutions"]:
         assert 0 <= at["interval"][0] <= at["top1"] <= at["interval"][1] <= 1
 
@@ -178,7 +179,7 @@ def test_sizes_keep_slices_and_the_ratio_of_sides(
     [
         (["--sizes", "30"], "--sizes must be multiples of the patch size, 8 pixels, got 30"),
         (["--sizes", "32,x"], "--sizes[1] must be a whole number, got 'x'"),
-        (["--crop-ratio", "0"], "--crop-ratio must be above 0 and at most 1, got 0.0"),
+        (["--crop-ratio", "0"], "--crop-ratio must be above 0 and at most 1 or native, got 0.0"),
         (["--window-size", "grow"], "--window-size is for a Swin, got grow for a ViT, which has no windows"),
         (["--window-size", "0"], "--window-size must be 1 or more or grow, got 0"),
         (["--positions", "rang"], "--positions must be one of spacing, range, got 'rang'; did you mean 'range'?"),

@@ -12,7 +12,9 @@ import timm
 import torch
 import yaml
 from miniatures import MINIATURES
+from PIL import Image
 from torch import nn
+from torchvision.transforms import v2
 from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
 
 from torchrope.encodings import AbsoluteEncoding, LearnedAPE
@@ -29,6 +31,7 @@ from torchrope_lab.training.config import RunConfig, read_config
 from torchrope_lab.training.cost import count_flops
 from torchrope_lab.training.dense import build_features, build_head
 from torchrope_lab.training.devices import accumulation_steps
+from torchrope_lab.training.evaluate import data_at_size
 from torchrope_lab.training.models import build_model
 from torchrope_lab.training.optim import build_optimizer, build_schedule, parameter_groups
 from torchrope_lab.training.run import build_module, train
@@ -405,9 +408,28 @@ def test_stochastic_depth_schedule_equals_the_papers(name: str, rate: float, con
     assert rates == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", ["rope-vit-s", "rope-vit-b", "rope-vit-l", "rope-vit-b-224", "rope-vit-l-224"])
-def test_rope_vit_validation_uses_the_largest_square(name: str) -> None:
-    assert configuration(name).data.crop_ratio == 1.0  # --eval-crop-ratio 1.0 in deit/README.md of naver-ai/rope-vit
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+LIERE = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
+BICUBIC = v2.InterpolationMode.BICUBIC
+VALIDATION = {  # crop, mean and deviation in lightning_data_image.py of LieRE, deit/datasets.py, Swin's data/build.py
+    "liere": (lambda size: [v2.CenterCrop(size), v2.Resize(size)], LIERE),
+    "rope-vit": (lambda size: [v2.Resize(size, BICUBIC), v2.CenterCrop(size)], IMAGENET),  # --eval-crop-ratio 1.0
+    "rope-swin": (lambda size: [v2.Resize(256 * size // 224, BICUBIC), v2.CenterCrop(size)], IMAGENET),
+}
+OF_IMAGENET = [name for name in PAPERS if configuration(name).data.name == "imagenet" and "comrope" not in name]
+
+
+@pytest.mark.parametrize("size", [224, 448])
+@pytest.mark.parametrize("name", OF_IMAGENET)
+def test_validation_images_are_those_of_the_authors_code(name: str, size: int, tmp_path: Path) -> None:
+    picture = Image.effect_noise((400, 300), 99).convert("RGB")
+    for place in ("train/a", "train/b", "val/a", "val/b"):
+        (tmp_path / place).mkdir(parents=True)
+        picture.save(tmp_path / place / "0.png")
+    data = set_up(replace(configuration(name), data=replace(configuration(name).data, root=str(tmp_path), workers=0)))
+    crop, statistics = next(theirs for code, theirs in VALIDATION.items() if name.startswith(code))
+    theirs = v2.Compose([*crop(size), v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(*statistics)])
+    torch.testing.assert_close(data_at_size(data, (size, size))._made_datasets()[1][0][0], theirs(picture).data)
 
 
 def test_weight_init_equals_the_papers_code() -> None:

@@ -28,6 +28,8 @@ from torchrope_lab.schema import (
 from torchrope_lab.spelling import closest, suggestion
 
 Normalisation = Literal["measured", "imagenet", "half", "liere"]
+NATIVE = "native"
+CropRatio = Fraction | Literal["native"]
 LARGEST_MAGNITUDE = 30  # of RandAugment
 TwoAxes = Annotated[list[str], Rule("two different axes as in x,y", lambda axes: len({*axes}) == len(axes) == 2)]
 CropScale = Annotated[
@@ -335,10 +337,11 @@ class CentredConfig(ColourConfig):
 
     Attributes:
         crop_ratio: Side of the validation crop as a fraction of the shorter side: the shorter side is resized to size /
-            crop_ratio and the central `size` × `size` square is cropped.
+            crop_ratio and the central `size` × `size` square is cropped. For images, "native" crops without resizing
+            and pads smaller ones with black (LieRE's code): larger sizes show more of a picture.
     """
 
-    crop_ratio: Fraction = 1.0
+    crop_ratio: CropRatio = 1.0
 
 
 SETTINGS: dict[str, type[DataConfig]] = {}
@@ -409,7 +412,7 @@ class ImageNetConfig(ImagesConfig):
     """ImageNet-1k: photographs, 1000 classes."""
 
     normalise: Normalisation = "imagenet"
-    crop_ratio: Fraction = 0.875
+    crop_ratio: CropRatio = 0.875
 
 
 @data_set("videos", "videos:Videos", size=224)
@@ -423,6 +426,7 @@ class VideosConfig(CachedConfig, CentredConfig):
         test_views: Temporal segments and spatial crops of a video over which an evaluation averages logits.
     """
 
+    crop_ratio: Fraction = 1.0
     frames: PositiveInt = 8
     frame_stride: PositiveInt = 4
     test_views: tuple[PositiveInt, PositiveInt] = (1, 1)
@@ -636,14 +640,16 @@ def data_config(name: str = "digits", **settings: Any) -> DataConfig:
     return DataConfig.kind_of({"name": name, **settings})(name=name, **settings)
 
 
-def with_crop_ratio(config: DataConfig, crop_ratio: float) -> DataConfig:
+def with_crop_ratio(config: DataConfig, crop_ratio: CropRatio) -> DataConfig:
     """Return the settings with another crop_ratio.
 
     Raises:
         ValueError: the data set has no `crop_ratio`, or it is out of range.
     """
-    if not isinstance(config, CentredConfig):
-        raise Mistake(f"--crop-ratio is for {', '.join(data_sets_with('crop_ratio'))}, got data set {config.name}")
+    option, kind = ("--crop-ratio native", ImagesConfig) if crop_ratio == NATIVE else ("--crop-ratio", CentredConfig)
+    if not isinstance(config, kind):
+        names = [name for name, each in SETTINGS.items() if issubclass(each, kind)]
+        raise Mistake(f"{option} is for {', '.join(names)}, got data set {config.name}")
     return replace(config, crop_ratio=crop_ratio)
 
 

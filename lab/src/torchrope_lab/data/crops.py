@@ -6,7 +6,7 @@ from typing import Any
 
 from torchvision.transforms import InterpolationMode, v2
 
-from torchrope_lab.data.config import AugmentConfig
+from torchrope_lab.data.config import AugmentConfig, CropRatio
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,14 @@ class CropTransform:
     Attributes:
         size: Pixels per side of the result.
         transform: Transform of PIL images or tensors `(..., height, width)`.
-        resized: Length in pixels to which `transform` resizes the shorter side; 0 if it is drawn at random.
+        resized: Length in pixels to which `transform` resizes the shorter side; 0 if it is drawn or not resized.
+        native: Whether `transform` does not resize.
     """
 
     size: int
     transform: Callable[[Any], Any]
     resized: int = 0
+    native: bool = False
 
     @property
     def decoded(self) -> int:
@@ -30,9 +32,11 @@ class CropTransform:
 
 
 def centre(
-    size: int, crop_ratio: float = 1.0, interpolation: InterpolationMode = InterpolationMode.BILINEAR
+    size: int, crop_ratio: CropRatio = 1.0, interpolation: InterpolationMode = InterpolationMode.BILINEAR
 ) -> CropTransform:
-    """Resize the shorter side to round(size / crop_ratio) and crop the central square of `size`."""
+    """Resize the shorter side to round(size / crop_ratio), unless it is native, and crop the central square."""
+    if isinstance(crop_ratio, str):
+        return CropTransform(size, v2.CenterCrop(size), native=True)
     resized = round(size / crop_ratio)
     return CropTransform(size, v2.Compose([v2.Resize(resized, interpolation), v2.CenterCrop(size)]), resized)
 

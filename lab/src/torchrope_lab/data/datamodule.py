@@ -60,8 +60,8 @@ class DataModule(pl.LightningDataModule, ABC):
         tasks: "classify", "segment", "detect". Batches of the last two are lists, see `torchrope_lab.data.dense`.
         map_classes: Names of the classes of semantic maps, for "segment".
         val_batch_factor: Size of validation batches as a multiple of that of training batches.
-        other_sizes: Source of validation examples of another size: "read" from their files at that size, by `at_size`,
-            or "resampled" from the crop at the training size.
+        other_sizes: Source of validation examples of another size: by `at_size` "read" from their files at that size,
+            or "cropped" at the files' scale; or "resampled" from the crop at the training size.
         generated: Whether examples are generated, so that there may be any number of them.
         views: Number of views per example in `test_dataloader`, over which logits are averaged; 1 for a single view.
         contents: Hashes of the examples' contents, if the source keeps any.
@@ -87,7 +87,7 @@ class DataModule(pl.LightningDataModule, ABC):
     tasks: tuple[str, ...] = ("classify",)
     map_classes: tuple[str, ...] = ()
     val_batch_factor: int = 4  # no gradients are kept, so more examples fit
-    other_sizes: Literal["read", "resampled"] = "resampled"
+    other_sizes: Literal["read", "cropped", "resampled"] = "resampled"
     generated: bool = False
     views: int = 1
     contents: Sequence[str] = ()

@@ -15,7 +15,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as image_ops
 
-from torchrope_lab.data.config import ImagesConfig
+from torchrope_lab.data.config import NATIVE, ImagesConfig
 from torchrope_lab.data.crops import CropTransform, centre, random_crop
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.faults import find_faults, name_some, reason, warn_skipped
@@ -78,7 +78,8 @@ class ImageSet(StreamedSet):
 
     def load(self, index: int) -> Image.Image | Tensor:
         """Decode an image."""
-        image = decode_bytes(self.open(index)) if self.fast else load_image(self.open(index), self.view.decoded)
+        least = None if self.view.native else self.view.decoded
+        image = decode_bytes(self.open(index)) if self.fast else load_image(self.open(index), least)
         self._enlarged[index] = min(image_ops.get_size(image)) < self.view.resized
         return image
 
@@ -117,7 +118,6 @@ class CroppedImages(DataModule):
 
     axes = ("height", "width")
     in_channels = 3
-    other_sizes = "read"
     crop_scale = CROP_SCALE
     interpolation = InterpolationMode.BILINEAR
 
@@ -127,6 +127,7 @@ class CroppedImages(DataModule):
     def __init__(self, config: ImagesConfig) -> None:
         super().__init__(config)
         self.input_size = (config.size, config.size)
+        self.other_sizes = "cropped" if config.crop_ratio == NATIVE else "read"
 
     def at_size(self: Module, size: int) -> Module:
         """Return the validation images, read again and cropped to another size."""

@@ -384,11 +384,7 @@ def open_video(path: Path) -> Iterator[OpenVideo]:
 
 
 def _pixels(frame: Any, side: int | None) -> Tensor:
-    """Return the RGB bytes of a frame, upright, reduced to a shorter side, transparent pixels on white.
-
-    Returns:
-        uint8 `(height, width, 3)`.
-    """
+    """Return the RGB bytes `(height, width, 3)`, upright, reduced to a shorter side, transparent pixels on white."""
     size = dict(zip(("height", "width"), reduced(frame.height, frame.width, side), strict=True))
     if not any(component.is_alpha for component in frame.format.components):
         pixels = torch.from_numpy(frame.to_ndarray(format="rgb24", **size))

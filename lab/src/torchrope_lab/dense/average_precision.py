@@ -117,13 +117,8 @@ def _of_class(records: Sequence[Record], label: str, weights: np.ndarray, rows: 
 
 
 def _mean_precision(true_positives: np.ndarray, detections: np.ndarray, truths: np.ndarray) -> np.ndarray:
-    """Compute the mean over recalls of the highest precision at that recall or a higher one, `(draws,)`.
-
-    Args:
-        true_positives: Hits up to each hit, `(draws, hits)`; hits suffice, because precision decreases between them.
-        detections: Detections up to each hit, `(draws, hits)`.
-        truths: Number of objects, `(draws,)`.
-    """
+    """Compute the mean over recalls of the highest precision at that recall or a higher one, `(draws,)`."""
+    # (draws, hits); hits suffice, because precision decreases between them
     precision = true_positives / (detections + np.spacing(1))
     highest = np.maximum.accumulate(precision[:, ::-1], axis=1)[:, ::-1]
     highest = np.pad(highest, ((0, 0), (0, 1)))  # 0 at recalls that are not reached

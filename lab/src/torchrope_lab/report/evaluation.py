@@ -11,7 +11,7 @@ _TITLES = {"miou": "mIoU", "ap": "AP", "ap50": "AP50"}
 MAX_CLASSES = 20
 """Largest number of classes whose sensitivities are printed."""
 _OPTIONS = {
-    "crop_ratio": "{} of the shorter side",
+    "crop_ratio": "crop ratio: {}",
     "window_size": "window size at other sizes: {}",
     "positions": "positions: same {} as in training",
     "normalise": "normalised: {}",

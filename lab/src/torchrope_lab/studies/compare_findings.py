@@ -166,7 +166,8 @@ def _sizes(results: Results) -> Table | None:
 
 
 def _made_at(data: DataModule) -> str:
-    return {"read": "read from their files at", "resampled": "resampled to"}[data.other_sizes]
+    made = {"read": "read from their files at", "cropped": "cropped without resizing at", "resampled": "resampled to"}
+    return made[data.other_sizes]
 
 
 def _costs(results: Results) -> Table | None:
@@ -212,11 +213,7 @@ def _classes(results: Results) -> Table | None:
 
 
 def _pairs(results: Results) -> dict[tuple[int, int], float]:
-    """Compute the share of each class, in percent, that the best encoding predicts to be of each, most frequent first.
-
-    Returns:
-        Shares over all runs by true and predicted class.
-    """
+    """Compute the shares in percent of each class that the best encoding predicts to be of each, over all runs."""
     runs = results.comparison.groups[results.names[0]]
     counts = Counter(pair for run in runs for pair in zip(run.labels, run.predicted, strict=True))
     of_class = Counter(runs[0].labels)

@@ -22,6 +22,7 @@ METHODS = {"ntk": "NTK", "yarn": "YaRN", "interpolate": "interpolation"}
 RESCALED, GROWN = "positions in", "larger windows"
 HOW_SIZED = {
     "read": "are read from their files at every size, so that larger ones have the detail of the files",
+    "cropped": "are cropped from their files without resizing, so that larger ones show more of a picture",
     "resampled": "of other sizes are resampled from it, so that larger ones have no more detail, unlike in papers",
 }
 """How inputs of other sizes are made, by `DataModule.other_sizes`."""

@@ -33,13 +33,13 @@ class SizeResult:
 
     Attributes:
         size: Extent along every axis.
-        inputs: Source of the inputs: "trained" (training size), "read" at this size, or "resampled" to it.
+        inputs: Source of the inputs: "trained" (training size), or as `DataModule.other_sizes`.
         correct: 1.0 if the prediction is correct, else 0.0, `(examples,)`.
         enlarged: Number of examples whose originals have fewer pixels than this size.
     """
 
     size: tuple[int, ...]
-    inputs: Literal["trained", "read", "resampled"]
+    inputs: Literal["trained", "read", "cropped", "resampled"]
     correct: np.ndarray
     enlarged: int = 0
 
@@ -241,8 +241,8 @@ def data_at_size(data: DataModule, size: tuple[int, ...]) -> DataModule | None:
 
 
 def cache_suffix(data: DataModule) -> str:
-    """Return the suffix of the cache name of measures at other sizes: "-read" if inputs are read at that size."""
-    return "-read" if data.other_sizes == "read" else ""
+    """Return the suffix of the cache name of measures at other sizes, as "-read" if inputs are read at that size."""
+    return "" if data.other_sizes == "resampled" else f"-{data.other_sizes}"
 
 
 @torch.no_grad()

@@ -246,13 +246,7 @@ def _absolute(choice: Choice, config: ModelConfig, data: DataModule) -> Any:
 
 
 def _arguments(model: type, config: ModelConfig, sizes: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the arguments of a model that are settings of the same name; without a value, the model's defaults.
-
-    Args:
-        model: Class of the model.
-        config: The settings; `size` names the sizes that single settings override.
-        sizes: Sizes by name.
-    """
+    """Return the arguments of a model that are settings; those override the sizes, by name, of `config.size`."""
     names = inspect.signature(model).parameters.keys() & vars(config).keys() - {"input_size"}
     given = {name: value for name in names if (value := getattr(config, name)) is not None}
     special = {"patch_size": config.patch, "activation": ACTIVATIONS[config.activation]}

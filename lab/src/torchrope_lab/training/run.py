@@ -17,7 +17,7 @@ from pytorch_lightning.callbacks import Callback
 
 from torchrope.files import write_whole
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import with_crop_ratio
+from torchrope_lab.data.config import CropRatio, with_crop_ratio
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import load_modules
 from torchrope_lab.files import CURVE, holds_files, read_mapping, write_new
@@ -226,7 +226,7 @@ def _check_examples(folder: Path, data: DataModule, what_follows: str) -> None:
 
 
 def load(
-    folder: Path, data: DataModule | None = None, *, allow: Sequence[str] = (), crop_ratio: float | None = None
+    folder: Path, data: DataModule | None = None, *, allow: Sequence[str] = (), crop_ratio: CropRatio | None = None
 ) -> tuple[RunConfig, DataModule, Module]:
     """Read a trained run: its configuration, its data, and the model of its last finished epoch.
 
@@ -234,7 +234,7 @@ def load(
         folder: The folder of the run.
         data: Its data, if already set up.
         allow: Modules and packages that may be imported for an encoding or data that are not torchrope's.
-        crop_ratio: Side of the validation crop as a fraction of the shorter side, instead of the run's.
+        crop_ratio: Replaces the run's `data.crop_ratio`.
 
     Raises:
         ValueError: the folder holds no run, its files are damaged or of different runs, its data have other classes,
