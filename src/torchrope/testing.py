@@ -460,7 +460,10 @@ def compiles_into_one_graph(make: Make) -> Iterator[Measured]:
 def saving_and_copying_keep_the_generators(make: Make) -> None:
     """state_dict, deepcopy and pickle preserve the generators."""
     encoding, other = make(), make()
-    other.load_state_dict(encoding.state_dict())
+    state = encoding.state_dict()
+    lost = [f"`{name}`" for name, x in _tensors(encoding).items() if x.numel() and name not in state]
+    _require(not lost, f"no file restores {', '.join(lost)}; let buffers be persistent, or compute them at each use")
+    other.load_state_dict(state)
     copies = {"state_dict": other, "deepcopy": copy.deepcopy(encoding), "pickle": pickle.loads(pickle.dumps(encoding))}
     for method, copied in copies.items():
         _require(torch.equal(copied.generators(), encoding.generators()), f"{method} must keep the generators")

@@ -197,25 +197,6 @@ def test_golden_refuses_invalid_frequencies(change: dict, message: str) -> None:
         tr.encodings.GoldenGateRoPE(num_axes=2, num_heads=1, head_dim=8, **change)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        tr.AxialRoPE,
-        baselines.dinov3,
-        tr.encodings.GoldenGateRoPE,
-        tr.encodings.MRoPE,
-        baselines.mrope_interleaved,
-        baselines.visionllama,
-    ],
-)
-def test_fixed_frequencies_remain_float32_in_a_bfloat16_model(family: type) -> None:
-    encoding = family(num_axes=2, num_heads=2, head_dim=16)
-    exact = encoding.frequencies.clone()
-    assert torch.equal(encoding.to(torch.bfloat16).frequencies, exact)
-    assert torch.equal(encoding.half().float().frequencies, exact)
-    assert not list(encoding.parameters())
-
-
 @pytest.mark.parametrize("family", [baselines.dinov3, tr.encodings.MRoPE, baselines.visionllama])
 def test_one_axis_per_pair_refuses_a_second_axis(family: type) -> None:
     encoding = family(num_axes=2, num_heads=2, head_dim=8)

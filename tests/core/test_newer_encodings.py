@@ -131,21 +131,6 @@ def test_around_text_is_equidistant_from_text_tokens(angle_weight: float) -> Non
 NEWER = ["lookhere", "lookhere+mixed", "alibi", "fire", "fire+mixed"]
 
 
-@pytest.mark.parametrize("name", NEWER)
-def test_vit_accepts_newer_encodings_by_name_at_any_size(name: str) -> None:
-    model = tr.ViT((8, 8), patch_size=2, in_channels=1, num_outputs=3, dim=32, depth=2, num_heads=4, encoding=name)
-    model = model.eval().double()
-    small, large = drawn(1, 1, 8, 8), drawn(1, 1, 12, 4)
-    alone = torch.cat([model(small), model(large)])
-    assert torch.allclose(model([small[0], large[0]]), alone, atol=1e-10)
-    alone.sum().backward()
-    learned = [
-        *model.encodings.parameters(),
-        *(p for part in model.modules() if isinstance(part, tr.encodings.ScoreBias) for p in part.parameters()),
-    ]
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in learned)
-
-
 # LookHere
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from parity import under
 from torch import Tensor
-from torch.func import vmap
 
 import torchrope as tr
 from torchrope.encodings import Encoding, planar, skew
@@ -81,16 +80,6 @@ def test_string_with_zero_frequencies_keeps_outputs_and_learns(pool: str) -> Non
     assert all(encoding.frequencies.grad.abs().sum() > 0 for encoding in rotated.encodings)
 
 
-def test_string_keeps_tokens_at_the_origin_bit_identical() -> None:
-    encoding = far_from_identity()
-    positions = tr.prefix(tr.grid(2, 2), 3)
-    q, k = vectors(1, 2, 7, 8)
-    rotated_q, rotated_k = tr.rotate(q, k, encoding(positions), layout="bhtd")
-    assert torch.equal(rotated_q[:, :, :4], q[:, :, :4])  # the prefix and the first of the lattice
-    assert torch.equal(rotated_k[:, :, :4], k[:, :, :4])
-    assert not torch.allclose(rotated_q[:, :, 4:], q[:, :, 4:], atol=1e-2)
-
-
 @pytest.mark.parametrize("backend", ["auto", "reference", KERNELS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shared_heads", [False, True])
@@ -132,32 +121,6 @@ def test_string_kernel_gradients_match_the_reference() -> None:
     for fast, plain in zip(gradients("auto"), gradients("reference"), strict=True):
         assert torch.allclose(fast, plain, atol=1e-4)
     assert all(gradient.abs().min() > 0 for gradient in gradients("auto")[2:])
-
-
-def test_string_supports_autocast_vmap_and_no_tokens() -> None:
-    encoding = far_from_identity()
-    q, k = vectors(4, 2, 9, 8)
-    plain = tr.rotate(q, k, encoding(tr.grid(3, 3)))[0]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(tr.rotate(q, k, encoding(tr.grid(3, 3)))[0], plain)
-    mapped = vmap(lambda q, k: tr.rotate(q, k, encoding(tr.grid(3, 3)))[0])(q, k)
-    assert torch.allclose(mapped, plain, atol=1e-6)
-    nothing = torch.zeros(2, 2, 0, 8)
-    assert tr.rotate(nothing, nothing, encoding(torch.zeros(0, 2)))[0].shape == nothing.shape
-
-
-@pytest.mark.parametrize(
-    ("backend", "dtype", "message"),
-    [
-        ("native", torch.float64, "backend 'native' computes in float32, got torch.float64"),
-        ("triton", torch.float32, "backend 'triton' needs CUDA or ROCm tensors, got cpu"),
-        ("fastest", torch.float32, "backend must be one of"),
-    ],
-)
-def test_string_backend_errors_name_the_reason(backend: str, dtype: torch.dtype, message: str) -> None:
-    q, k = vectors(1, 2, 4, 8, dtype=dtype)
-    with pytest.raises(ValueError, match=message):
-        under(backend, tr.rotate, q, k, far_from_identity()(tr.grid(2, 2)))
 
 
 def commuting() -> dict[str, Callable[[], Encoding]]:

@@ -325,12 +325,6 @@ def test_vit_trains_compiled_at_two_sizes_with_learned_ape() -> None:
         assert torch.isfinite(model.absolute.table.grad).all()
 
 
-def test_bfloat16_models_keep_float32_rotations() -> None:
-    model = tiny((8, 8), patch_size=2, encoding="liere:8").to(torch.bfloat16)
-    assert model(torch.randn(2, 1, 8, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
-    assert model.rotations((4, 4))[0].dtype == torch.float32
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [

@@ -1,6 +1,5 @@
 """`rotate`: layouts, heads, precision, errors."""
 
-import copy
 import math
 
 import pytest
@@ -88,26 +87,6 @@ def test_channels_beyond_rotary_dim_are_bit_identical() -> None:
     assert not torch.allclose(turned[..., :8], q[..., :8])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_angles_stay_float32_in_half_precision_models(dtype: torch.dtype) -> None:
-    encoding = tr.AxialRoPE(num_axes=1, num_heads=1, head_dim=8).to(dtype)
-    exact = tr.AxialRoPE(num_axes=1, num_heads=1, head_dim=8).double()
-    positions = torch.arange(4090, 4096).unsqueeze(-1)  # bfloat16 cannot tell these apart
-    q = torch.randn(1, 1, 6, 8).to(dtype)
-    turned, _ = tr.rotate(q, q, encoding(positions))
-    truth, _ = tr.rotate(q.double(), q.double(), exact(positions))
-    tr.testing.assert_close(turned, truth, "rotated")
-
-
-def test_autocast_does_not_change_rotation_or_vectors() -> None:
-    encoding = tr.LieRE(num_axes=2, num_heads=2, head_dim=8)
-    q = torch.randn(2, 2, 9, 8)
-    plain, _ = tr.rotate(q, q, encoding(tr.grid(3, 3, spacing=1 / 3)))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        cast, _ = tr.rotate(q, q, encoding(tr.grid(3, 3, spacing=1 / 3)))
-    assert torch.equal(plain, cast)
-
-
 def test_rotation_is_an_immutable_value() -> None:
     turn = rotation()
     with pytest.raises(AttributeError):
@@ -133,33 +112,6 @@ def test_rotation_is_unchanged_when_its_inputs_change(name: str, backend: str) -
             parameter.add_(1)
     assert torch.equal(under(backend, tr.rotate, q, q, turn)[0], before)
     assert torch.equal(turn.matrix(), matrix)
-
-
-@pytest.mark.parametrize("backend", ["auto", "reference"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    "name", ["comrope-ld:4", "comrope-ld:3", "comrope-ap:4", "comrope-ap:3", "liere:4", "string:4"]
-)
-def test_parameters_in_half_precision_are_multiplied_in_float32(name: str, dtype: torch.dtype, backend: str) -> None:
-    encoding = (
-        tr.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=12 if name.endswith("3") else 8).to(dtype)
-    )
-    positions = torch.rand(20, 2)
-    exact = copy.deepcopy(encoding).double()(positions.double()).matrix()
-    error = (under(backend, encoding, positions).matrix().double() - exact).abs().max()
-    assert error < 5e-6
-
-
-def test_skew_exp_takes_strided_and_narrow_input() -> None:
-    upper = torch.randn(4, 5, 5).triu(1)
-    generator = (upper - upper.mT).permute(1, 2, 0).contiguous().permute(2, 0, 1)
-    truth = torch.linalg.matrix_exp(generator.double().contiguous())
-    assert not generator.is_contiguous()
-    assert (tr.ops.skew_exp(generator).double() - truth).abs().max() < 1e-5
-    narrow = generator.to(torch.bfloat16)
-    exact = torch.linalg.matrix_exp(narrow.double().contiguous())
-    assert tr.ops.skew_exp(narrow).dtype == torch.float32
-    assert (tr.ops.skew_exp(narrow).double() - exact).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(

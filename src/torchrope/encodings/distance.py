@@ -54,24 +54,23 @@ class ALiBi(DistanceBias):
         [[-0.0, -0.0625, -0.125], [-0.0625, -0.0, -0.0625], [-0.125, -0.0625, -0.0]]
     """
 
-    slopes: Tensor
+    _anchor: Tensor
 
     def __init__(self, *, sizes: Sequence[int], num_heads: int) -> None:
         super().__init__(sizes=sizes, num_heads=num_heads)
-        self.register_buffer("slopes", torch.empty(num_heads), persistent=False)
-        self.reset_parameters()
+        # Empty; it follows the model to its device and dtype.
+        self.register_buffer("_anchor", torch.empty(0), persistent=False)
 
-    def reset_parameters(self) -> None:
-        """Set the slopes."""
+    @property
+    def slopes(self) -> Tensor:
+        """Slopes m_h `(num_heads,)`, computed at each use, so that no file or loader has to restore them."""
         power = 2 ** int(math.log2(self.num_heads))
-        first = [2 ** (-8 * (head + 1) / power) for head in range(power)]
-        others = [2 ** (-4 * (head + 1) / power) for head in range(0, 2 * power, 2)]
-        with torch.no_grad():
-            self.slopes.copy_(torch.tensor([*first, *others][: self.num_heads]))
+        head = torch.arange(self.num_heads, device=self.like.device, dtype=self.like.dtype)
+        return 2 ** (torch.where(head < power, head + 1, head - power + 0.5) * (-8 / power))
 
     @property
     def like(self) -> Tensor:
-        return self.slopes
+        return self._anchor
 
     def of_distance(self, distance: Tensor) -> Tensor:
         return -self.slopes.view(-1, *(1 for _ in distance.shape)) * distance

@@ -12,16 +12,7 @@ from torchrope.tensors import wide_dtype
 def resample_axis(table: Tensor, axis: int, size: int, *, antialias: bool) -> Tensor:
     """Resample a table along one axis by cubic interpolation; applied to several axes it is bicubic, tricubic, etc.
 
-    Computed as a product with the resampling matrix, which is the resampled identity.
-
-    Args:
-        table: `(..., old, ...)`.
-        axis: The axis of length `old`.
-        size: Its new length.
-        antialias: Apply an antialiasing filter if the size decreases.
-
-    Returns:
-        The table with `size` entries along the axis.
+    Computed as a product with the resampling matrix, which is the resampled identity, with or without a filter.
     """
     old = table.shape[axis]
     wide = wide_dtype(table)

@@ -171,7 +171,7 @@ class LayerEncoder:
         rotation = self.state.running.rotation
         if rotation is None:
             return q, k
-        order = self.state.rotary.order(self.layer)
+        order = self.state.rotary.order(self.layer, q.device)
         if order is not None:
             q, k = q.index_select(-1, order), k.index_select(-1, order)
         return rotate(q, k, rotation, layout=layout, scores_only=True)
@@ -186,7 +186,7 @@ class LayerEncoder:
         x = type(norm).forward(norm, x)
         if rotation is None:
             return x
-        order = self.state.rotary.order(self.layer)
+        order = self.state.rotary.order(self.layer, x.device)
         packed = x.ndim == 3
         x = x.unflatten(-1, (-1, rotation.head_dim)) if packed else x
         x = x if order is None else x.index_select(-1, order)

@@ -107,11 +107,7 @@ Meets = OwnForward | AfterNorms | InFunction
 
 
 def _watched(watch: type["_Watch"], layer: Any, encode: LayerEncoder, *args: Any, **kwargs: Any) -> Any:
-    """Forward of a layer that calls the watched function of torch once.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Forward of a layer that calls the watched function of torch once; ValueError if it does not."""
     calls: list[bool] = []
     with watch(encode, calls):
         output = type(layer).forward(layer, *args, **kwargs)

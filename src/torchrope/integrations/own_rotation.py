@@ -1,9 +1,6 @@
 """`OwnRotation`: a model's built-in RoPE (frequencies, positions, channel pairs), transferred to an encoding by `swap`.
 
-An adapter reads an `OwnRotation` from each attention layer of a model with RoPE (`Adapter.own_rotations`). `swap`
-transfers it to an encoding by `OwnRotation.transfer_to`, which returns an order of channels; the swapped layer permutes
-q and k to this order and rotates them. The same permutation of q and k leaves the scores q^T k unchanged, so it is not
-undone, and the model's weights are unchanged.
+The order of channels that it gives q and k is not undone, because scores q^T k do not contain it.
 """
 
 import copy
@@ -74,18 +71,9 @@ class OwnRotation:
         return alike and torch.equal(self.frequencies, other.frequencies)
 
     def transfer_to(self, encoding: Encoding) -> tuple[int, ...]:
-        """Set the generators of an encoding to this rotation.
+        """Set the generators of an encoding to this rotation; return the order that channels must have for it.
 
-        If the encoding assigns its blocks to the axes cyclically, as ComRoPE-AP does, pairs of channels are reordered.
-
-        Args:
-            encoding: Of the same axes, heads and head_dim.
-
-        Returns:
-            The channels of a head in the order that q and k must have for the encoding.
-
-        Raises:
-            ValueError: the encoding cannot represent the rotation; the message gives the reason.
+        ComRoPE-AP assigns its blocks to the axes cyclically. ValueError with the reason if it cannot represent it.
         """
         refusals = []
         for rotation in self._candidates(encoding):
@@ -155,7 +143,8 @@ def with_augmentation(lattice: Lattice, shift: float | None, stretch: float | No
 def exact(frequencies: Tensor) -> Tensor:
     """Convert a model's frequencies to float64 on the CPU; warn once if they have less precision than float32."""
     if frequencies.is_meta:
-        raise ValueError("init='model' reads the model's frequencies, got a model on the meta device")
+        rule = "init='model' reads the model's frequencies: swap a model whose parameters have values"
+        raise ValueError(f"{rule}, got frequencies on the meta device")
     if is_narrow(frequencies):
         rule = "init='model' keeps the model's frequencies, which a cast has rounded"
         warn_once(f"{rule}: swap before casting the model, got {frequencies.dtype}")
@@ -163,16 +152,22 @@ def exact(frequencies: Tensor) -> Tensor:
 
 
 def with_exact_frequencies(rope: Any, recompute: Callable[[Any], object]) -> Any:
-    """Return a rotary embedding, or a float32 copy with buffers as at construction if a cast rounded them."""
-    rounded = {name: buffer for name, buffer in rope.named_buffers(recurse=False) if is_narrow(buffer)}
-    if not rounded or any(buffer.is_meta for buffer in rounded.values()):
+    """Return a rotary embedding, or a float32 copy with buffers as at construction if they were rounded or are meta."""
+    buffers = dict(rope.named_buffers(recurse=False))
+    lost = {name: buffer for name, buffer in buffers.items() if is_narrow(buffer) or buffer.is_meta}
+    if not lost or any(parameter.is_meta for parameter in rope.parameters()):
         return rope
-    again = copy.deepcopy(rope).float()
+    again = copy.deepcopy(rope)
+    again = (again.to_empty(device="cpu") if any(buffer.is_meta for buffer in lost.values()) else again).float()
     with torch.no_grad():
-        for name in rounded:
-            getattr(again, name).fill_(torch.nan)
+        for name, buffer in lost.items():
+            has_nan = buffer.is_floating_point() or buffer.is_complex()
+            again.get_buffer(name).fill_(torch.nan if has_nan else 0)
         recompute(again)
-    same = all(torch.equal(getattr(again, name).to(buffer.dtype), buffer) for name, buffer in rounded.items())
+    same = all(
+        again.get_buffer(name).isfinite().all() if buffer.is_meta else again.get_buffer(name).to(buffer).equal(buffer)
+        for name, buffer in lost.items()
+    )
     return again if same else rope  # not those of the configuration: changed since, or of a class without base
 
 

@@ -1,6 +1,6 @@
 """`Rotary`, the module that `swap` adds to a model of another library: its encodings and the positions they take."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -43,9 +43,8 @@ class Rotary(nn.Module):
         self.lattices = list(lattices)
         self._first = [self.lattices.index(lattice) for lattice in lattices]  # here, as compilers compare none
         self.channels = [None if order == tuple(range(len(order or ()))) else order for order in channels]
-        for index, order in enumerate(self.channels):
-            self.register_buffer(f"channels{index}", None if order is None else torch.tensor(order), persistent=False)
         self.original_modules = nn.ModuleDict()  # submodules of the model that are removed while it is swapped
+        self._place_orders()
 
     def requires_grad_(self, requires_grad: bool = True) -> "Rotary":
         """Apply to the encodings alone, since forwards use no parameter of `original_modules`."""
@@ -56,10 +55,26 @@ class Rotary(nn.Module):
         """Return the index of the encoding of a layer."""
         return layer if len(self.encodings) > 1 else 0
 
-    def order(self, layer: int) -> Tensor | None:
+    def order(self, layer: int, device: torch.device) -> Tensor | None:
         """Return the order in which the encoding of a layer takes the channels of a head, None for their own."""
-        order: Tensor | None = getattr(self, f"channels{self.index(layer)}")
+        order = self._orders[self.index(layer)]
+        if order is None or order.device == device:
+            return order
+        order = order.to(device)
+        if not torch.compiler.is_compiling() and type(order) is Tensor:
+            self._orders[self.index(layer)] = order
         return order
+
+    def _place_orders(self) -> None:
+        """Compute `channels` as tensors, no buffers: loaders overwrite those with memory that no file restores."""
+        first = next(chain(self.encodings.parameters(), self.encodings.buffers()), None)
+        device = "cpu" if first is None or first.is_meta else first.device
+        self._orders = [None if order is None else torch.tensor(order, device=device) for order in self.channels]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
+        super()._apply(fn, recurse)
+        self._place_orders()
+        return self
 
     def positions(
         self, indices: Tensor, sizes: Sequence[int | Tensor] = (), num_prefix: int = 0, num_suffix: int = 0

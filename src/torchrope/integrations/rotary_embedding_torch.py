@@ -102,8 +102,6 @@ class RotaryEmbedding(Float32Module):
         torch.Size([1, 8, 100, 64])
     """
 
-    scale: Tensor
-
     def __init__(
         self,
         dim: int,
@@ -139,10 +137,7 @@ class RotaryEmbedding(Float32Module):
         self.freqs = nn.Parameter(freqs, requires_grad=learned_freq)
         self.seq_before_head_dim = seq_before_head_dim
         self.default_seq_dim = -3 if seq_before_head_dim else -2
-        self.interpolate_factor, self.scale_base = interpolate_factor, xpos_scale_base
-        if use_xpos:
-            scale = (torch.arange(0, dim, 2) + 0.4 * dim) / (1.4 * dim)
-            self.register_buffer("scale", scale, persistent=False)
+        self.dim, self.interpolate_factor, self.scale_base = dim, interpolate_factor, xpos_scale_base
 
     apply_rotary_emb = staticmethod(apply_rotary_emb)
 
@@ -150,6 +145,12 @@ class RotaryEmbedding(Float32Module):
     def device(self) -> torch.device:
         """Device of the frequencies."""
         return self.freqs.device
+
+    @property
+    def scale(self) -> Tensor:
+        """Decays of xPos `(dim / 2,)`, computed at each use, as the state dictionary does not have them."""
+        index = torch.arange(0, self.dim, 2, dtype=wide_dtype(self.freqs), device=self.device)
+        return (index + 0.4 * self.dim) / (1.4 * self.dim)
 
     def get_seq_pos(
         self, seq_len: int, device: Any = None, dtype: torch.dtype | None = None, offset: float = 0

@@ -104,13 +104,15 @@ def swap(
     if start not in ("model", "paper", "zeros"):
         raise ValueError(f"init must be 'model', 'paper' or 'zeros', got {init!r}")
     given = {name: value for name, value in {"spacing": spacing, "origin": origin}.items() if value is not None}
-    rotations = adapter.own_rotations() if start == "model" else []
+    with torch.device("cpu"):  # not meta
+        rotations = adapter.own_rotations() if start == "model" else []
     if rotations and keep_rotation:
         raise ValueError("keep_rotation must be False for init='model', got True")
     for name, value in given.items() if rotations else ():
         rule = f"init='model' keeps the model's positions; init='zeros' and init='paper' take {name}"
         raise ValueError(f"{rule}, got {name}={value}")
-    with torch.random.fork_rng(devices=[], enabled=built_here and start != "paper"):  # values drawn are overwritten
+    drawn = built_here and start == "paper"  # otherwise values drawn are overwritten
+    with torch.device("cpu"), torch.random.fork_rng(devices=[], enabled=built_here and not drawn):
         encodings = _encodings(encoding, shapes, block_size)
     for made in encodings if start == "zeros" and built_here else ():
         if next(made.parameters(), None) is not None:  # fixed frequencies stay
@@ -184,12 +186,7 @@ def install(
     channels: Sequence[tuple[int, ...] | None],
     **choices: bool,
 ) -> Rotary:
-    """Install encodings, already checked against the layers, in a model.
-
-    Args:
-        adapter: The adapter of the model.
-        encodings, lattices, channels, choices: Arguments of `Rotary`.
-    """
+    """Install encodings, already checked against the layers, in a model; choices are arguments of `Rotary`."""
     rotary = Rotary(encodings, lattices=lattices, channels=channels, **choices)
     device = next(adapter.tower.parameters()).device
     rotary.to(device=device, dtype=_dtype(adapter)).train(adapter.tower.training)
@@ -206,11 +203,7 @@ def install(
 
 
 def adapt(model: nn.Module) -> Adapter:
-    """Return the adapter of the one submodule that `swap` supports.
-
-    Raises:
-        ValueError: no such submodule, or several.
-    """
+    """Return the adapter of the one submodule that `swap` supports; ValueError if there is none, or several."""
     found = adapters(model)
     chosen = [adapter for adapter in found if not adapter.family.of_text] or found
     if len(chosen) == 1:
@@ -280,11 +273,7 @@ def _has_zero_generators(encoding: Encoding) -> bool | None:
 
 
 def check_fit(encoding: Encoding, shape: AttentionShape) -> None:
-    """Check that an encoding fits an attention layer.
-
-    Raises:
-        ValueError: mismatched axes, heads or channels; not an `Encoding`.
-    """
+    """Raise ValueError unless an encoding has the axes, heads and channels of an attention layer."""
     if not isinstance(encoding, Encoding):
         raise ValueError(f"a factory must return an Encoding, got {type(encoding).__name__}")
     axes, heads = len(shape.lattice), encoding.num_heads

@@ -291,15 +291,7 @@ class ViT(Shareable, Backbone):
         indices: Sequence[int],
         lengths: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """Return the tokens of the given depths.
-
-        Args:
-            tokens: Those of the first layer.
-            positions: Their positions.
-            biases: Bias of the scores, one per sample for packed samples, and windows, of each layer.
-            indices: Depths, negative ones counted from the last.
-            lengths: Tokens of each of several packed samples.
-        """
+        """Return the tokens of the given depths; of each layer, its biases (per sample, if packed) and windows."""
         depths = range(len(self.layers) + 1)
         if any(index not in range(-len(depths), len(depths)) for index in indices):
             raise ValueError(f"indices must be between {-len(depths)} and {len(depths) - 1}, got {tuple(indices)}")

@@ -278,13 +278,9 @@ def _family(
     argument: str = "image_rotary_emb",
     layout: str = "bthd",
     across_halves: bool = False,
-    exact: bool = False,
+    exact: bool = False,  # angles of LTX, of up to 15,708 radians, as exactly as its own
 ) -> ModelFamily:
-    """Return a family whose layers take tables; `layers` are lists of blocks, with the attention layer in a block.
-
-    Frequencies are `(axes, heads or 1, pairs)`, radians per unit of position. Pairs are adjacent channels, or j and
-    j + head_dim / 2. Angles of LTX, of up to 15,708 radians, are computed as exactly as its own.
-    """
+    """Return a family whose layers take tables; `layers` are lists of blocks, with the attention layer in a block."""
     source = FromArgument(
         argument, replace_tables, read, "encoder_hidden_states", _two_streams, exact=exact, check=_check_processor
     )

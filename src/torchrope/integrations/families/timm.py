@@ -94,16 +94,21 @@ _NORMALIZED: dict[str, Any] = {"separate": "size", "max": "longest", "min": "sho
 def _rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
     """Return the rotations by the rotary embedding of the model, or of each layer of a SAM."""
     prefix = getattr(tower, _PREFIX, 0)  # SAM has no class token
-    ropes = [getattr(layer, "rope", None) or tower.rope for layer in layers]
+    ropes = [_recomputed(getattr(layer, "rope", None) or tower.rope) for layer in layers]
     return [
         _rotation(rope, layer, index, prefix) for index, (rope, layer) in enumerate(zip(ropes, layers, strict=True))
     ]
 
 
+def _recomputed(rope: Any) -> Any:
+    """Return a rotary embedding of timm with exact buffers, if its class can compute them."""
+    recompute = getattr(type(rope), "init_non_persistent_buffers", None)
+    return rope if recompute is None else with_exact_frequencies(rope, recompute)
+
+
 def _gemma_rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
     """Width first, pairs across halves of the channels of each axis."""
-    rope = with_exact_frequencies(tower.rotary_emb, lambda again: again.init_non_persistent_buffers())
-    frequencies = axis_by_axis([exact(rope.inv_freq)] * 2).flip(0)
+    frequencies = axis_by_axis([exact(_recomputed(tower.rotary_emb).inv_freq)] * 2).flip(0)
     return [OwnRotation(frequencies, halves(layer.head_dim, parts=2)) for layer in layers]
 
 

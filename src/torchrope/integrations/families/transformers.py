@@ -498,9 +498,9 @@ def _llama4_rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
     theta, channels = tower.config.rope_parameters["rope_theta"], head_dim(pair.layer)
     frequencies = geometric([channels // 2] * 2, [theta] * 2).flip(0)  # width has the first pairs
     rotation = OwnRotation(frequencies, interleaved(channels), Lattice(origin=1.0))
-    rows = pair.rope.freqs_ci[:-1].squeeze(1).cpu()
+    rows = with_exact_frequencies(pair.rope, tower._init_weights).freqs_ci[:-1].squeeze(1)
     angles = rotation.lattice(*_size(tower), dtype=torch.float64) @ frequencies.squeeze(1)
-    if rows.is_meta or not torch.allclose(rows, torch.polar(torch.ones_like(angles), angles).to(rows), atol=1e-3):
+    if rows.is_meta or not torch.allclose(rows.cpu(), torch.polar(torch.ones_like(angles), angles).to(rows), atol=1e-3):
         raise ValueError(f"init='model' reads the table that {kind_of(tower)} was built with, got another")
     return [rotation] * len(layers)
 
