@@ -7,7 +7,8 @@
 Importing it needs torch alone.
 """
 
-from torchrope import encodings, integrations, models, ops, positions, rotations, scaling, testing
+from torchrope import encodings, integrations, models, positions, rotations, scaling, testing
+from torchrope import ops as ops
 from torchrope._version import __version__
 from torchrope.attention import Attention
 from torchrope.encodings import (
@@ -29,6 +30,7 @@ from torchrope.inference import absorb, freeze, rerotate
 from torchrope.integrations.checkpoints.published import load_published
 from torchrope.integrations.checkpoints.saving import load, save
 from torchrope.integrations.extend import extend
+from torchrope.integrations.family import parameter_groups
 from torchrope.integrations.inflate import inflate
 from torchrope.integrations.swap import swap, unswap
 from torchrope.lattice import Lattice
@@ -73,8 +75,8 @@ __all__ = [
     "load",
     "load_published",
     "models",
-    "ops",
     "pack",
+    "parameter_groups",
     "parse_encoding",
     "positions",
     "prefix",

@@ -166,7 +166,3 @@ def test_vit_class_token_has_no_bias() -> None:
     with torch.no_grad():
         model.biases[0].table.normal_()
     assert torch.allclose(model(x), before, atol=1e-6)
-
-
-def test_bias_has_no_weight_decay() -> None:
-    assert _vit(encoding="bias").no_weight_decay() == {"prefix_tokens", "biases.0.table", "biases.1.table"}

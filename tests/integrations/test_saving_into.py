@@ -318,24 +318,6 @@ def test_model_without_swapped_parts_is_refused(tmp_path: Path) -> None:
 # what timm's optimisers and features ask of a swapped model
 
 
-@pytest.mark.parametrize("name", ["vit", "rope_axial", "swin"])
-def test_generators_do_not_decay(name: str) -> None:
-    from timm.optim import param_groups_weight_decay
-
-    model = made(name)
-    own = set(model.no_weight_decay())
-    tr.swap(model, "liere:4")
-    generators = {key for key, _ in model.named_parameters() if key.startswith("rotary.encodings.")}
-    assert model.no_weight_decay() == own | generators
-    again = copy.deepcopy(model)
-    for one in (model, again):
-        groups = param_groups_weight_decay(one, 0.1, no_weight_decay_list=one.no_weight_decay())
-        decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
-        assert not decayed & {id(p) for p in one.rotary.parameters()}
-        assert decayed
-    assert set(tr.unswap(model).no_weight_decay()) == own
-
-
 @pytest.mark.parametrize(
     ("name", "layer"),
     [("vit", "blocks.{}.attn."), ("rope_axial", "blocks.{}.attn."), ("swin", "layers.{}.blocks.0.attn.")],

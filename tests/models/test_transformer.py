@@ -271,20 +271,6 @@ def test_transformer_checkpoints_and_builds_on_meta() -> None:
         each(**given, mask=mask).square().sum().backward()
     gradients, expected = ({name: p.grad for name, p in each.named_parameters()} for each in (again, model))
     assert all(torch.allclose(gradients[name], expected[name], atol=1e-6) for name in expected)
-    with torch.device("meta"):
-        empty = build(encoding="liere:8", layer_scale=0.1)
-    empty.to_empty(device="cpu").reset_parameters()
-    assert empty(**given).isfinite().all()
-
-
-def test_bfloat16_models_keep_float32_rotations() -> None:
-    model = build(encoding="liere:8").to(torch.bfloat16)
-    given = {name: x.float() if "positions" in name else x.bfloat16() for name, x in data().items()}
-    assert model(**given).dtype == torch.bfloat16
-    seen = []
-    model.encodings[0].register_forward_hook(lambda *call: seen.append(call[-1].dtype))
-    model(**given)
-    assert set(seen) == {torch.float32}
 
 
 def test_features_are_the_input_of_the_head() -> None:
@@ -294,13 +280,6 @@ def test_features_are_the_input_of_the_head() -> None:
     samples = [torch.randn(2, 5), torch.randn(3, 5)]
     model = tr.Transformer(5, num_axes=1, dim=16, depth=1, num_heads=2, output="tokens")
     assert [tuple(x.shape) for x in model(samples, [torch.rand(2, 1), torch.rand(3, 1)])] == [(2, 16), (3, 16)]
-
-
-def test_no_weight_decay_names_encodings() -> None:
-    model = build(encoding="sinusoidal+mixed")
-    spared = model.no_weight_decay()
-    assert "encodings.0.frequencies" in spared
-    assert not [name for name in spared if name.startswith(("layers", "embed", "head"))]
 
 
 NO_TOKENS = torch.tensor([[True, False], [False, False]])

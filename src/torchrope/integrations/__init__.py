@@ -5,6 +5,7 @@ from torchrope.integrations.checkpoints.saving import FILE as FILE
 from torchrope.integrations.family import AttentionShape as AttentionShape
 from torchrope.integrations.family import BuiltInRotation as BuiltInRotation
 from torchrope.integrations.family import ModelFamily as ModelFamily
+from torchrope.integrations.family import parameter_groups as parameter_groups
 from torchrope.integrations.family import register_family as register_family
 from torchrope.integrations.family import shard_groups as shard_groups
 from torchrope.integrations.interception import AfterNorms as AfterNorms

@@ -11,6 +11,7 @@ from timm.optim import Lamb, param_groups_weight_decay
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+import torchrope as tr
 from torchrope.encodings import Encoding, ScoreBias
 from torchrope_lab.training.config import OptimConfig
 
@@ -58,10 +59,9 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
         Groups with `params`, `weight_decay` and `lr`.
     """
     rates = learning_rates(model, config)
-    backbone, prefix = _backbone(model)
-    no_decay = set() if config.decay_encodings else {prefix + name for name in backbone.no_weight_decay()}
+    split = param_groups_weight_decay if config.decay_encodings else tr.parameter_groups
     groups = []
-    for group in param_groups_weight_decay(model, config.weight_decay, no_weight_decay_list=no_decay):
+    for group in split(model, config.weight_decay):
         by_rate: dict[float, list[nn.Parameter]] = {}
         for parameter in filter(torch.numel, group["params"]):  # an empty parameter cannot be trained
             by_rate.setdefault(rates[parameter], []).append(parameter)

@@ -28,27 +28,12 @@ _LEFT = ("head", "norm", "position_map")  # not used by a backbone, or without w
 
 
 def load_backbone(features: Features, source: nn.Module) -> None:
-    """Load the weights of a pre-trained model into a backbone.
+    """Load the weights of a pre-trained `ViT`, `Swin` or model that `to_torchrope` converts into a backbone like it.
 
     Positions keep the spacing of pre-training, so larger images extend beyond its lattice. A learned position table or
     relative position bias is resampled if the backbone was built for another lattice. The head, the last norm and later
-    layers are skipped, as are the class token and registers if the backbone attends in windows.
-
-    Args:
-        features: The backbone, of the architecture and encoding of the source.
-        source: A `ViT`, a `Swin`, or a model that `to_torchrope` converts.
-
-    Raises:
-        ValueError: mismatched parts, or a source that cannot be converted.
-
-    Example:
-        >>> settings = dict(patch_size=8, dim=32, depth=4, num_heads=2, encoding="mixed")
-        >>> trained, backbone = ViT((32, 32), **settings), Features(ViT((64, 64), **settings), pyramid=True)
-        >>> load_backbone(backbone, trained)
-        >>> load_backbone(backbone, ViT((32, 32), **settings | {"encoding": "axial"}))  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-            ...
-        ValueError: source must have the architecture and encoding of the backbone, got encodings.0: ... and 1 more
+    layers are skipped, as are the class token and registers if the backbone attends in windows. ValueError if parts do
+    not match.
     """
     model = features.model
     trained = to_torchrope(source)
@@ -68,22 +53,13 @@ def load_backbone(features: Features, source: nn.Module) -> None:
 
 
 def read_model(source: str | os.PathLike[str]) -> Any:
-    """Load a trained model from a file, a folder or a name.
+    """Load a model from a published checkpoint, what `torchrope.save` wrote, or "timm:NAME" and "hf:FOLDER_OR_NAME".
 
-    Args:
-        source: The file of a published checkpoint; a file or folder that `torchrope.save` wrote; "timm:NAME" or
-            "hf:FOLDER_OR_NAME" (`load_named`).
-
-    Returns:
-        A `ViT` or `Swin` in evaluation mode; from a file or folder of `torchrope.save`, what it holds.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: a source that cannot be read.
+    What another library saved becomes a `ViT` or `Swin`; FileNotFoundError or ValueError if it cannot be read.
     """
     if str(source).startswith(HUBS):
         return to_torchrope(load_named(str(source)))
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     return load(path) if path.is_dir() or _is_saved(path) else load_published(path)
 
 
@@ -101,15 +77,7 @@ def _is_saved(file: Path) -> bool:
 
 
 def load_named(source: str) -> nn.Module:
-    """Load a model of timm, or a vision tower of transformers; no code other than theirs runs.
-
-    Args:
-        source: "timm:NAME" or "hf:FOLDER_OR_NAME"; names that are not on this machine are downloaded.
-
-    Raises:
-        OSError: no such folder or name.
-        ValueError: a name or folder that the library does not support.
-    """
+    """Load "timm:NAME", or "hf:FOLDER_OR_NAME", a vision tower of transformers; no code other than theirs runs."""
     hub, _, name = source.partition(":")
     try:
         if hub == "timm":
@@ -129,14 +97,8 @@ def load_named(source: str) -> nn.Module:
 def to_torchrope(source: nn.Module) -> ViT | Swin:
     """Convert a model of timm, or a ViT, DINOv2 or CLIP's vision tower of transformers, by its parameter names.
 
-    All may be swapped.
-
-    Args:
-        source: The model; a `ViT` or `Swin` is returned unchanged.
-
-    Raises:
-        ValueError: a model whose parameter names `load_published` does not support; a swapped model with two rotations,
-            other positions in some layers, or attention within windows.
+    All may be swapped. ValueError for names that `load_published` does not support, and for a swapped model with two
+    rotations, other positions in some layers, or attention within windows.
     """
     if isinstance(source, ViT | Swin):
         return source
