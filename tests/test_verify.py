@@ -108,7 +108,7 @@ def test_only_the_same_kernel_on_the_same_gpu_with_the_same_triton_is_verified(
 ) -> None:
     pytest.importorskip("triton")
     path = tmp_path / "record.json"
-    monkeypatch.setattr(record, "USERS", path)
+    monkeypatch.setattr(record, "users", lambda: path)
     monkeypatch.setattr(record, "architecture", lambda device: "sm_90")
     record.forget()
     assert not record.is_verified("rotate_planar", 0)

@@ -379,7 +379,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command: 0 if all kernels are right, 1 if one is wrong, 2 if the device has none."""
     parser = argparse.ArgumentParser(prog="python -m torchrope verify", description=__doc__)
     parser.add_argument("--device", default="cuda", help="the GPU, such as cuda:1 (default: %(default)s)")
-    parser.add_argument("--record", type=Path, default=record.USERS, help="file to write (default: %(default)s)")
+    users = record.users()
+    parser.add_argument(
+        "--record", type=Path, default=users, required=users is None, help="file to write (default: %(default)s)"
+    )
     parser.add_argument("--kernels", help="verify these alone, comma-separated (default: all)")
     given = parser.parse_args(arguments)
     names = None if given.kernels is None else given.kernels.split(",")

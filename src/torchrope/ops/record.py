@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import warnings
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
@@ -14,7 +15,6 @@ from pathlib import Path
 import torch
 
 COMMITTED = Path(__file__).with_name("verified_kernels.json")
-USERS = Path.home() / ".cache" / "torchrope" / "verified_kernels.json"
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Verified:
 
     Attributes:
         kernel: Name of its operator, as "rotate_planar".
-        architecture: Of the GPU, as "sm_90" or "gfx942"; "interpreter" for Triton's interpreter.
+        architecture: As `architecture` names it.
         triton: Major and minor version of Triton, as "3.8".
         source: Digest of the kernels' source; a changed kernel must be verified again.
         error: Largest error as a share of the allowed one, 1 at most.
@@ -54,14 +54,20 @@ is_verified._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @cache
 def _verified() -> frozenset[tuple[str, str, str, str]]:
-    return frozenset(entry.key for path in (COMMITTED, USERS) for entry in read(path))
+    return frozenset(entry.key for path in (COMMITTED, users()) if path is not None for entry in read(path))
+
+
+def users() -> Path | None:
+    """Return the path of the user's record; None without a home directory, as under any uid in a container."""
+    home = os.path.expanduser("~")
+    return None if home == "~" else Path(home, ".cache", "torchrope", "verified_kernels.json")
 
 
 def read(path: Path) -> list[Verified]:
-    """Read a record; one that does not exist is empty, one that cannot be read is empty with a warning."""
+    """Read a record; one that is not there, as in a zip, is empty, one that is no record is empty with a warning."""
     try:
         return [Verified(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))["kernels"]]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return []
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         reason = " ".join(str(error).split())

@@ -51,9 +51,8 @@ _LARGEST_NORM = 2.0**40
 def exponential(skew: Tensor) -> Tensor:
     """Compute exp of skew matrices `(..., b, b)`, float32 or float64, any strides; orthogonal for any norm.
 
-    On a CPU, large norms are computed in float64, and norms above 2^40 are scaled down to 2^40. On a GPU nothing is
-    read from the device and nothing is wider than the input, so that angles are exact to about 8 of its rounding steps;
-    norms above 2^24 in float32 are scaled down to 2^24. The gradient there is projected onto skew matrices.
+    On a CPU, large norms are computed in float64, those above 2^40 scaled down to it. On a GPU nothing is read and
+    nothing wider than the input, so that angles are exact to about 8 rounding steps; float32 norms are at most 2^24.
     """
     with without_autocast(skew):
         if skew.device.type == "cuda":

@@ -59,12 +59,7 @@ LIBRARY = _load_fastest()
 
 
 def _run(kernel: str, fields: Sequence[int], backward: bool = False) -> None:
-    """Call a kernel with the fields of its arguments after the size.
-
-    Raises:
-        MemoryError: the kernel cannot allocate its working memory.
-        RuntimeError: the kernel was built from other sources than the installed ones.
-    """
+    """Call a kernel with the fields of its arguments after the size; MemoryError, or RuntimeError for an old build."""
     layout = LAYOUTS[kernel]
     status = _kernel(kernel)(layout.pack(layout.size, *fields), backward)
     if status == _OTHER_LAYOUT:
