@@ -350,7 +350,9 @@ def _as_mixed(encoding: nn.Module) -> tuple[nn.Module, Tensor | None]:
     if isinstance(encoding, MixedRoPE):
         return encoding, None
     with torch.no_grad():
-        if encoding.has_frequencies:
+        if not encoding.rotary_dim:
+            frequencies, basis = encoding.generators().flatten(2), None
+        elif encoding.has_frequencies:
             frequencies, basis = encoding.frequencies_per_axis(), encoding.basis()
         else:
             frequencies, basis = _decompose(*_factors_and_base(encoding))

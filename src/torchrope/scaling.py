@@ -66,6 +66,8 @@ def ntk(frequencies: Tensor, factor: PerAxis) -> Tensor:
         >>> ntk(torch.tensor([[[1.0, 0.1, 0.01]]]), 4).flatten().round(decimals=4).tolist()
         [1.0, 0.05000000074505806, 0.0024999999441206455]
     """
+    if not frequencies.numel():
+        return frequencies
     speed, used = _pair_norms(frequencies)
     counted = used | ~used.any(dim=-1, keepdim=True)  # an axis without frequencies counts as all ones
     fastest = speed.where(counted, 0.0).amax(dim=-1, keepdim=True)
@@ -105,6 +107,8 @@ def yarn(
     """
     if not beta_fast > beta_slow > 0:
         raise ValueError(f"yarn needs beta_fast > beta_slow > 0, got {beta_fast} and {beta_slow}")
+    if not frequencies.numel():
+        return frequencies
     speed, used = _pair_norms(frequencies)
     turns = speed * _numbers(frequencies, "train_size", train_size) / (2 * math.pi)
     fast = turns.where(used, 0.0).amax(dim=-1, keepdim=True).clamp(max=beta_fast)
@@ -180,7 +184,7 @@ def scale_frequencies(encoding: Encoding, scaling: Scaling, method: Method) -> N
     Raises:
         ValueError: an encoding without frequencies.
     """
-    if isinstance(encoding, NoEncoding):
+    if isinstance(encoding, NoEncoding) or not encoding.rotary_dim:
         return
     if encoding.has_frequencies:
         frequencies = encoding.frequencies_per_axis()

@@ -1,5 +1,6 @@
 """Encodings against their papers, each other, and reference implementations."""
 
+import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -176,16 +177,6 @@ def test_set_generators_tolerates_rounding_up_to_1e_5(share: float) -> None:
             encoding.set_generators(generators)
 
 
-def test_encodings_build_with_default_dtype_bfloat16() -> None:
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        axial, mixed = (f(num_axes=2, num_heads=1, head_dim=16) for f in (tr.AxialRoPE, tr.MixedRoPE))
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert axial.frequencies.dtype == torch.float32
-    assert mixed(tr.grid(3, 3)).dtype == torch.float32
-
-
 def test_comrope_ap_assigns_blocks_to_axes_as_rope_axial() -> None:
     generators = tr.ComRoPEAP(num_axes=3, num_heads=2, head_dim=12, block_size=2).generators()
     for block in range(6):
@@ -245,13 +236,6 @@ def test_settings_of_families_are_checked(build: Callable[..., Encoding], messag
         build(num_axes=2, num_heads=1, head_dim=8)
 
 
-def test_fixed_frequencies_remain_float32_in_a_bfloat16_model() -> None:
-    encoding = tr.AxialRoPE(num_axes=2, num_heads=1, head_dim=16)
-    exact = encoding.frequencies.clone()
-    assert torch.equal(encoding.to(torch.bfloat16).frequencies, exact)
-    assert torch.equal(encoding.half().float().frequencies, exact)
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -303,13 +287,26 @@ def test_encodings_refuse_invalid_positions_in_one_line() -> None:
             encoding(positions)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_encodings_build_on_the_meta_device(case: str) -> None:
-    with torch.device("meta"):
-        empty = CASES[case]()
-    assert {name: tuple(p.shape) for name, p in empty.named_parameters()} == {
-        name: tuple(p.shape) for name, p in CASES[case]().named_parameters()
-    }
+@pytest.mark.parametrize("name", sorted(ROTARY.keys() - {"none"}))
+def test_encoding_that_rotates_no_channels_is_left_unchanged(name: str) -> None:
+    build = partial(ROTARY[name], rotary_dim=0)
+    encoding, positions, q = build(num_axes=2, num_heads=2, head_dim=8), tr.grid(2, 3), torch.randn(1, 2, 6, 8)
+    before = copy.deepcopy(encoding.state_dict())
+    encoding.set_generators(encoding.generators())
+    extended = [tr.extend(encoding, 2, method=method) for method in ("interpolate", "ntk")]
+    for each in (*extended, tr.extend(encoding, 2, method="yarn", train_size=4), encoding.zero_()):
+        assert each.state_dict().keys() == before.keys()
+        assert all(torch.equal(x, before[key]) for key, x in each.state_dict().items())
+        for rotation in (each(positions), tr.freeze(each, positions)(positions)):
+            assert torch.equal(tr.rotate(q, q, rotation)[0], q)
+            assert torch.equal(rotation.matrix(), torch.eye(8).expand_as(rotation.matrix()))
+    model, x = (
+        tr.ViT((8, 8), patch_size=4, dim=16, depth=1, num_heads=2, encoding=build).eval(),
+        torch.randn(1, 3, 8, 8),
+    )
+    changed = [tr.extend(model, 2), tr.freeze(model, (8, 8)), *([tr.absorb(model)] if encoding.relative else [])]
+    assert all(torch.allclose(each(x), model(x), atol=1e-6) for each in changed)
+    assert tr.inflate(model)(x.unsqueeze(2)).isfinite().all()
 
 
 @pytest.mark.parametrize("case", CASES)

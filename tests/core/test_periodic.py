@@ -220,6 +220,10 @@ def test_on_circles_keeps_distances_of_neighbours() -> None:
         (lambda: tr.positions.wrap(torch.zeros(2, 2), (math.inf, None)), "periods must be above 0 and finite"),
         (lambda: tr.positions.to_circle(torch.zeros(2, 2), (1.0,)), r"periods must be one per axis \(2\).*got 1"),
         (
+            lambda: tr.encodings.Periodic(periodic("axial").encoding, (8.64e13, None, None)),
+            r"turns per period must be at most 16777216 in torch.float32: use a larger unit of position, got 1.38e\+13",
+        ),
+        (
             lambda: periodic("mixed")(torch.full((2, 3), torch.nan)),
             "positions must be finite, got NaN or infinity in 2 of 2",
         ),

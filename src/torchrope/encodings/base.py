@@ -97,7 +97,7 @@ class Encoding(Float32Module, ABC):
         self.num_heads = num_heads
         self.head_dim = head_dim
         self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
-        self.block_size = self.rotary_dim if block_size is None else block_size
+        self.block_size = (self.rotary_dim or head_dim) if block_size is None else block_size
         if self.block_size < 2:
             raise ValueError(f"block_size must be 2 or more, got {self.block_size}")
         self.shared_heads = shared_heads
@@ -217,7 +217,9 @@ class Encoding(Float32Module, ABC):
             ValueError: wrong shape, not skew, or generators that this encoding cannot represent.
         """
         with torch.no_grad():
-            self.load_generators(self._regrouped(generators.detach()))
+            regrouped = self._regrouped(generators.detach())
+            if regrouped.numel():
+                self.load_generators(regrouped)
 
     def load_generators(self, generators: Tensor) -> None:
         """Set the parameters in place from validated generators `(num_axes, parameter_heads, num_blocks, b, b)`.
@@ -335,8 +337,8 @@ class Encoding(Float32Module, ABC):
     def _regrouped(self, generators: Tensor) -> Tensor:
         """Validate generators and split them into blocks of this encoding's size."""
         a, b = generators, self.block_size
-        if not a.is_floating_point():
-            raise ValueError(f"generators must be floating point, got {a.dtype}")
+        if not a.is_floating_point() or a.is_meta:
+            raise ValueError(f"generators must be floating point, not on the meta device, got {a.dtype} on {a.device}")
         fits = a.ndim == 5 and a.shape[0] == self.num_axes and a.shape[1] in (1, self.num_heads)
         if not fits or a.shape[2] * a.shape[3] != self.rotary_dim or a.shape[3] != a.shape[4]:
             rule = f"({self.num_axes}, {self.num_heads} or 1, n, c, c) with n c = {self.rotary_dim}"

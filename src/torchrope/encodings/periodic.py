@@ -32,7 +32,7 @@ class Periodic(Encoding):
 
     Raises:
         ValueError: an encoding without frequencies (use positions of `torchrope.positions.to_circle` instead); not
-            one period per axis, or one that is not above 0.
+            one period per axis, or one that is not above 0; more turns per period than float32 holds, 2^24.
 
     Example:
         >>> import torchrope as tr
@@ -84,8 +84,15 @@ class Periodic(Encoding):
 
     def update_turns(self) -> None:
         """Recompute the buffer `turns` from the current frequencies of the encoding."""
-        with torch.no_grad():
-            self.turns.copy_(distinct_turns(self.encoding.frequencies_per_axis(), self.periods))
+        self._set_turns(distinct_turns(self.encoding.frequencies_per_axis().detach(), self.periods))
+
+    def _set_turns(self, turns: Tensor) -> None:
+        """Write the turns; ValueError where the dtype of frequencies does not hold every integer up to the largest."""
+        most = min(2 / torch.finfo(turns.dtype).eps, 2**31 - 1)
+        if turns.numel() and not turns.is_meta and turns.abs().max() > most:
+            rule = f"turns per period must be at most {most:.0f} in {turns.dtype}: use a larger unit of position"
+            raise ValueError(f"{rule}, got {turns.abs().max():.3g} for periods={self.periods}")
+        self.turns.copy_(turns)
 
     def forward(self, positions: Positions) -> Rotation:
         rotation = self.encoding(wrap(self.check_positions(positions), self.periods))
@@ -125,21 +132,14 @@ class Periodic(Encoding):
         if error.numel() and error.max() > rounding(generators):
             rule = "generators of Periodic must have integer turns per period"
             raise ValueError(f"{rule}, got a difference of {error.max():.3g} radians per unit")
+        self._set_turns(turns)
         self.encoding.set_generators(generators)
-        self.turns.copy_(turns)
 
 
 def distinct_turns(frequencies: Tensor, periods: Periods) -> Tensor:
     """Round frequencies to integer turns per period, distinct within a head for pairs that rotate along one axis only.
 
     In ascending order, such a pair gets the nearest integer, or the smallest larger one that is free. Zeros stay zero.
-
-    Args:
-        frequencies: `(axes, heads or 1, pairs)`, radians per unit of position.
-        periods: One per axis, None for an axis that is not periodic.
-
-    Returns:
-        Integers in floating point `(axes, heads or 1, pairs)`, 0 along axes that are not periodic.
 
     Example:
         >>> distinct_turns(torch.tensor([[[0.3, -1.2, 1.4, 0.0]]]), (2 * math.pi,)).tolist()
