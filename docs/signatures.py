@@ -83,6 +83,8 @@ def _keyword_types(name: str, package: griffe.Module) -> Iterator[tuple[str, gri
 
 def _parameters(callee: griffe.Class | griffe.Function) -> str:
     """Return the parameters of a function, or of a class's constructor, as they are written in a definition."""
+    if callee.is_class and any(base.name == "Value" for base in callee.mro()):
+        return ", ".join(["*", *_fields(callee)])
     kind, parts, starred = griffe.ParameterKind, [], False
     for each in callee.parameters:
         if each.name in ("self", "cls"):
@@ -99,6 +101,14 @@ def _parameters(callee: griffe.Class | griffe.Function) -> str:
         default = "" if stars or each.default is None else f"{equals}{each.default}"
         parts.append(f"{stars}{each.name}{annotation}{default}")
     return ", ".join(parts)
+
+
+def _fields(value: griffe.Class) -> Iterator[str]:
+    """Yield the fields of a `torchrope.tensors.Value`, which its constructor takes by name."""
+    for owner in [*reversed(value.mro()), value]:
+        for field in owner.members.values():
+            if field.is_attribute and field.annotation and "property" not in field.labels and field.name[0] != "_":
+                yield f"{field.name}: {field.annotation}" + (f" = {field.value}" if field.value else "")
 
 
 def _keys(callee: griffe.Class | griffe.Function, name: str) -> Iterator[str]:

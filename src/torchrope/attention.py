@@ -229,16 +229,7 @@ def split_samples(
     lengths: Sequence[int],
     key_lengths: Sequence[int] | None = None,
 ) -> list[tuple[Tensor, ...]]:
-    """Split tensors `(..., tokens, channels)` of packed samples.
-
-    Args:
-        of_queries: Tensors with the tokens of the queries.
-        of_keys: Tensors with the tokens of the keys.
-        lengths: Queries of each sample.
-        key_lengths: Keys of each sample; lengths by default.
-
-    Returns:
-        For each sample its part of every tensor of queries, then of keys.
+    """Split tensors `(..., tokens, channels)` of packed samples: for each sample its part of every tensor.
 
     Raises:
         ValueError: different numbers of samples; lengths that do not sum to the number of tokens.

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from torchrope.ops.layouts import heads_first
 from torchrope.ops.shapes import shown
 from torchrope.rotating import apply
 from torchrope.rotations import Block, Commuting, Rotation
-from torchrope.tensors import Float32Module, block_diagonal, wide_dtype
+from torchrope.tensors import Float32Module, as_numbers, block_diagonal, wide_dtype
 
 
 def freeze(model: nn.Module, input_size: Sequence[int] | Tensor | tuple[Tensor, ...]) -> nn.Module:
@@ -180,7 +179,7 @@ def rerotate(
         rule = "rerotate needs an encoding with R(p + δ) = R(δ) R(p): cache the keys before they are rotated"
         raise ValueError(f"{rule}, got {type(encoding).__name__} with relative=False")
     tokens = heads_first("keys", keys, layout).shape[-2:-1] or (1,)
-    moved = torch.as_tensor(delta, dtype=wide_dtype(keys), device=None if isinstance(delta, Tensor) else keys.device)
+    moved = delta if isinstance(delta, Tensor) else as_numbers(delta, wide_dtype(keys)).to(keys.device)
     if moved.ndim < 2:
         moved = moved.reshape(1, -1).expand(*tokens, -1)
     return apply(keys, encoding(moved), layout=layout)
@@ -208,16 +207,16 @@ class Frozen(Float32Module):
         self.num_heads = rotation.heads
         constant = rotation.detach().tabulated()
         self._kind = type(constant)
-        values = {field.name: getattr(constant, field.name) for field in fields(constant) if field.name[0] != "_"}
+        values = {name: value for name, value in constant._values().items() if name != "_tangent"}
         tensors: dict[str, Any] = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         self._tensors = list(tensors)
         self._settings = {name: value for name, value in values.items() if name not in tensors}
         if isinstance(constant, Commuting):  # without kernels
-            tensors["table"] = constant.for_export().tabulated().table
+            tensors["table"] = constant.for_export().tabulated()._table
         elif isinstance(constant, Block):  # matrices column by column, as kernels read them
             tensors["table"] = constant.table.mT
         for name, tensor in {"positions": positions.to(wide_dtype(positions)), **tensors}.items():
-            self.register_buffer(name, tensor.detach().clone(memory_format=torch.contiguous_format))
+            self.register_buffer(name.removeprefix("_"), tensor.detach().clone(memory_format=torch.contiguous_format))
 
     def forward(self, positions: Positions) -> Rotation:
         """Return the precomputed rotation.
@@ -228,15 +227,15 @@ class Frozen(Float32Module):
         Raises:
             ValueError: other positions. On a GPU or in a compiled graph only their shape is compared.
         """
-        self._check(torch.as_tensor(positions, device=None if isinstance(positions, Tensor) else self.positions.device))
-        tensors = {name: getattr(self, name) for name in self._tensors}
+        self._check(positions if isinstance(positions, Tensor) else as_numbers(positions).to(self.positions.device))
+        tensors = {name: getattr(self, name.removeprefix("_")) for name in self._tensors}
         if self._kind is Block:
             tensors["table"] = self.table.mT
         rotation = self._kind(**tensors, **self._settings)
         if isinstance(rotation, Commuting):
             of_kernel = rotation.positions, rotation.factors, rotation.base
             fused = not _is_exporting() and takes_kernels("rotate_basis", *of_kernel)
-            return rotation if fused else rotation.for_export()._with(table=self.table)
+            return rotation if fused else rotation.for_export()._with(_table=self.table)
         return rotation.for_export() if _is_exporting() else rotation
 
     def extra_repr(self) -> str:
@@ -390,16 +389,7 @@ def _mixed(encoding: Encoding, frequencies: Tensor) -> MixedRoPE:
 
 
 def _decompose(factors: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
-    """Decompose  A_a = c_a B = U diag([[0, -c_a w], [c_a w, 0]]) U^T,  channels that do not rotate last.
-
-    Args:
-        factors: c, `(axes, heads or 1, blocks)`.
-        base: B, `(heads or 1, blocks, b, b)`.
-
-    Returns:
-        Frequencies `(axes, heads or 1, blocks (b div 2))` and U `(heads or 1, blocks b, blocks b)`,
-        float64 on the CPU.
-    """
+    """Decompose  A_a = c_a B  into frequencies `(axes, heads or 1, pairs)` and a basis U, unrotated channels last."""
     _, blocks, b, _ = base.shape
     bases, angular = _planes(base)
     frequencies = factors.cpu().double().unsqueeze(-1) * angular  # (axes, heads, blocks, b div 2)

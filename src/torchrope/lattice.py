@@ -18,9 +18,10 @@ from torchrope.positions import (
     per_axis,
     random_scale,
     random_shift,
+    require_resolved,
     to_circle,
 )
-from torchrope.tensors import wide_dtype
+from torchrope.tensors import wide_dtype, wide_positions
 
 Divisor = Literal["one", "size", "longest", "shortest", "steps"]
 
@@ -209,12 +210,14 @@ class Lattice:
     def _at(self, indices: Tensor, sizes: Sequence[int | Tensor], scale: Tensor | None = None) -> Tensor:
         """Return positions of indices, which are multiplied by a scale `(..., 1, axes)` before spacing and origin."""
         steps, starts, offsets = self._numbers(indices.shape[-1])
+        indices = wide_positions(indices)
         columns = list(indices.unbind(-1))
         if self.train_sizes is None:
             counts = self._divisors(sizes)
             columns = [(index + offset) / n for index, offset, n in zip(columns, offsets, counts, strict=True)]
         else:
             steps, starts = self.spaced(*sizes).values()  # type: ignore[arg-type]
+        require_resolved(starts, steps, indices.dtype)
         if scale is not None:
             columns = [index * factor for index, factor in zip(columns, scale.unbind(-1), strict=True)]
         placed = [start + step * index for index, step, start in zip(columns, steps, starts, strict=True)]

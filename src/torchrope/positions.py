@@ -8,11 +8,12 @@ by default.
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from torchrope.tensors import Value, wide_positions
 
 PerAxis = float | Sequence[float]
 Periods = Sequence[float | None]
@@ -54,6 +55,7 @@ def grid(
         raise ValueError(f"positions must be float32 or float64, got {dtype}")
     spacings = per_axis("spacing", spacing, len(sizes))
     origins = per_axis("origin", origin, len(sizes))
+    require_resolved(origins, spacings, dtype)
     lines = [
         start + step * torch.arange(size, device=device, dtype=dtype)
         for size, step, start in zip(counts, spacings, origins, strict=True)
@@ -118,8 +120,13 @@ def shift(positions: Tensor, offset: PerAxis | Tensor) -> Tensor:
     Raises:
         ValueError: neither one number nor one per axis.
     """
-    positions = _wide(positions)
-    return positions + (offset if isinstance(offset, Tensor) else _row("offset", offset, positions))
+    positions = wide_positions(positions)
+    if isinstance(offset, Tensor):
+        return positions + wide_positions(offset)
+    numbers = per_axis("offset", offset, positions.shape[-1])
+    if any(isinstance(number, float) and abs(number) > 2**24 for number in numbers):  # none that are symbolic
+        positions = positions.double()
+    return positions + _row("offset", offset, positions)
 
 
 def rescale(positions: Tensor, factor: PerAxis | Tensor) -> Tensor:
@@ -135,7 +142,7 @@ def rescale(positions: Tensor, factor: PerAxis | Tensor) -> Tensor:
     Raises:
         ValueError: neither one number nor one per axis.
     """
-    positions = _wide(positions)
+    positions = wide_positions(positions)
     return positions * (factor if isinstance(factor, Tensor) else _row("factor", factor, positions))
 
 
@@ -251,7 +258,7 @@ def wrap(positions: Tensor, periods: Periods) -> Tensor:
     check_periods(periods, positions.shape[-1])
     axes = [
         p if period is None else p - period * (p / period).round()
-        for p, period in zip(_wide(positions).unbind(-1), periods, strict=True)
+        for p, period in zip(wide_positions(positions).unbind(-1), periods, strict=True)
     ]
     return torch.stack(axes, dim=-1)
 
@@ -320,7 +327,7 @@ def jitter(
     References:
         ComRoPE, table 3 (perturbation intensity) and `get_positions` of its code.
     """
-    positions = _wide(positions)
+    positions = wide_positions(positions)
     width = _row("cell", cell, positions)
     # Not torch.randn, which takes no generator with symbolic sizes.
     noise = positions.new_empty(positions.shape).normal_(generator=generator)
@@ -378,8 +385,7 @@ def random_scale(
     return rescale(positions, _log_uniform(positions, positions.shape[-1] if per_axis else 1, factor, generator))
 
 
-@dataclass(frozen=True, eq=False)
-class Packed:
+class Packed(Value):
     """Samples of different lengths concatenated to one sequence, in which tokens attend within their sample only.
 
     Attributes:
@@ -435,7 +441,9 @@ def pack(positions: Sequence[Tensor]) -> Packed:
     if not positions or any(p.ndim != 2 or p.shape[1] != positions[0].shape[-1] for p in positions):
         received = [tuple(p.shape) for p in positions]
         raise ValueError(f"pack needs one or more positions (tokens, axes) of the same axes, got {received}")
-    return Packed(torch.cat(positions), tuple(p.shape[0] for p in positions))
+    if len({p.dtype for p in positions}) > 1:  # which torch.cat would round
+        positions = [wide_positions(p) for p in positions]
+    return Packed(positions=torch.cat(positions), lengths=tuple(p.shape[0] for p in positions))
 
 
 def _log_uniform(positions: Tensor, axes: int, factor: float, generator: torch.Generator | None) -> Tensor:
@@ -514,6 +522,10 @@ def _row(name: str, value: PerAxis, positions: Tensor) -> Tensor:
     return torch.stack([positions.new_full((), number) for number in per_axis(name, value, positions.shape[-1])])
 
 
-def _wide(positions: Tensor) -> Tensor:
-    """Convert positions to float32 or wider: integers and half precision would round the result."""
-    return positions.to(torch.promote_types(positions.dtype, torch.float32))
+def require_resolved(starts: Iterable[Any], steps: Iterable[Any], dtype: torch.dtype) -> None:
+    """Raise ValueError if float32 would round neighbours at start + step index to one position."""
+    for start, step in zip(starts, steps, strict=True):
+        numbers = isinstance(start, float) and isinstance(step, float)  # neither symbolic nor a tensor
+        if dtype == torch.float32 and numbers and abs(start) > 2**24 * abs(step) > 0:
+            rule = "an origin in float32 must be within 2^24 spacings: give dtype=torch.float64, or a nearer origin"
+            raise ValueError(f"{rule}, got {start} with spacing {step}")

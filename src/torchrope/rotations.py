@@ -13,7 +13,6 @@ unchanged. Dimensions are ordered as in q and k: (..., heads, tokens, channels).
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -24,14 +23,13 @@ from torchrope.ops import pairs
 from torchrope.ops.pairs import Pair, absent
 from torchrope.ops.reference import combine, cos_sin
 from torchrope.ops.skew_exp import exponential
-from torchrope.tensors import block_diagonal, can_read, exact_matmul, without_autocast
+from torchrope.tensors import Value, block_diagonal, can_read, exact_matmul, wide_positions, without_autocast
 
 MANY_PREFIX_TOKENS = 32
 """Up to so many tokens more than positions are taken for class and register tokens in errors."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
-class Rotation(ABC):
+class Rotation(Value, ABC):
     """One rotation per head and token, what an encoding returns for positions:  q' = R(p) q,  k' = R(p) k.  Immutable.
 
     Attributes:
@@ -160,7 +158,7 @@ class Rotation(ABC):
         if not selected:
             raise ValueError(f"a slice of heads must select 1 or more of {self.heads}, got {heads}")
         parts: dict[str, Any] = self._part(batch, heads, tokens)
-        return replace(self, num_heads=len(selected), **parts)
+        return self._with(num_heads=len(selected), **parts)
 
     @abstractmethod
     def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Any]:
@@ -189,21 +187,22 @@ class Rotation(ABC):
         """Return the rotation detached from the graph."""
         return self._mapped(Tensor.detach)
 
-    def _with(self, **changed: Any) -> Self:
-        """Return a copy with other fields; torch 2.6 cannot compile dataclasses.replace, nor `|` of dictionaries."""
-        return type(self)(**{**{field.name: getattr(self, field.name) for field in fields(self)}, **changed})
+    def _moved(self, positions: Tensor, own: Tensor, **changed: Any) -> Self:
+        """Return a copy at other positions, copied to the dtype of its own; in float64 for integers above 2^24."""
+        if positions.ndim < 2 or positions.shape[-1] != own.shape[-1]:
+            raise ValueError(f"positions must be (*batch, tokens, {own.shape[-1]}), got {tuple(positions.shape)}")
+        wide = torch.float32 if positions.is_floating_point() else wide_positions(positions).dtype
+        rotation = self.to(torch.promote_types(wide, own.dtype))
+        return rotation._with(
+            positions=positions.to(own.device, torch.promote_types(wide, own.dtype), copy=True), **changed
+        )
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
-        mapped: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Tensor):
-                mapped[field.name] = function(value)
-        return self._with(**mapped)
+        tensors = {name: value for name, value in self._values().items() if isinstance(value, Tensor)}
+        return self._with(**{name: function(tensor) for name, tensor in tensors.items()})
 
     def _tensors(self) -> list[Tensor]:
-        values = [getattr(self, field.name) for field in fields(self)]
-        return [value for value in values if isinstance(value, Tensor)]
+        return [value for value in self._values().values() if isinstance(value, Tensor)]
 
     def matrix(self) -> Tensor:
         """Return the dense matrices of the rotation, `(*batch, heads, tokens, head_dim, head_dim)`."""
@@ -230,33 +229,31 @@ class Rotation(ABC):
         key_rotation=...)`), which two calls of the encoding would compute twice.
 
         Args:
-            positions: `(*batch, tokens, axes)`, in the dtype of the rotation or converted to it.
+            positions: `(*batch, tokens, axes)`, in the dtype of the rotation or converted to it; integers above 2^24
+                widen the rotation.
 
         Raises:
             ValueError: another number of axes; a `Block` rotation, which stores matrices and no generators.
         """
 
 
-@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Planar(Rotation):
-    """Rotation of channel pairs by the angles  φ_i = sum_a p_a f_ai,  in radians.
+    """Rotation of channel pairs by the angles  φ_i = sum_a p_a f_ai,  in radians; by a table of them see `from_angles`.
 
     Attributes:
         positions: `(*batch, tokens, axes)`.
         frequencies: `(axes, heads or 1, pairs)`, radians per unit of position.
-        table: cos and sin of the angles, `(*batch, heads or 1, tokens, 2, pairs)`, if precomputed; None to compute
-            them on use.
         interleaved: Whether pair i is channels (2i, 2i + 1), or (i, i + pairs), as in `rotate_half` of transformers;
             `in_halves` sets it.
     """
 
     positions: Tensor
     frequencies: Tensor
-    table: Tensor | None = None
+    _table: Tensor | None = None  # cos and sin `(*batch, heads or 1, tokens, 2, pairs)`, if precomputed
     interleaved: bool = True
 
     def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
-        return pairs.rotate_planar(x, self.positions, self.frequencies, self.table, self.interleaved)
+        return pairs.rotate_planar(x, self.positions, self.frequencies, self._table, self.interleaved)
 
     @property
     def rotary_dim(self) -> int:
@@ -273,7 +270,7 @@ class Planar(Rotation):
 
     def cos_sin(self) -> tuple[Tensor, Tensor]:
         """Return cos and sin of the angles, each `(*batch, heads or 1, tokens, pairs)`."""
-        return cos_sin(self.positions, self.frequencies, self.table)
+        return cos_sin(self.positions, self.frequencies, self._table)
 
     def tabulated(self) -> "Planar":
         # Pairs (1, 0) in halves become all cos, then all sin, as exactly as a kernel computes them.
@@ -281,7 +278,7 @@ class Planar(Rotation):
         units = positions.new_zeros(*self.shape, self.rotary_dim)
         units[..., : self.rotary_dim // 2] = 1
         rotated, _ = pairs.rotate_planar(Pair(units, absent(units)), positions, frequencies, None, False)
-        return self._with(table=rotated.unflatten(-1, (2, -1)))
+        return self._with(_table=rotated.unflatten(-1, (2, -1)))
 
     def in_halves(self) -> "Planar":
         """Return the rotation of channel pairs (i, i + rotary_dim / 2) instead of (2i, 2i + 1) by the same angles."""
@@ -303,32 +300,32 @@ class Planar(Rotation):
         return torch.stack(rows, dim=-2)
 
     def at(self, positions: Tensor) -> "Planar":
-        return replace(self, positions=_converted(positions, self.positions), table=None)
+        return self._moved(positions, self.positions, _table=None)
 
     def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Tensor | None]:
-        table = None if self.table is None else _of_heads(self.table[(*batch, slice(None), tokens)], heads, len(batch))
+        table = (
+            None if self._table is None else _of_heads(self._table[(*batch, slice(None), tokens)], heads, len(batch))
+        )
         frequencies = _of_heads(self.frequencies, heads, 1)
-        return {"positions": self.positions[(*batch, tokens)], "frequencies": frequencies, "table": table}
+        return {"positions": self.positions[(*batch, tokens)], "frequencies": frequencies, "_table": table}
 
     def inverse(self) -> "Planar":
-        inverse = replace(self, positions=-self.positions, table=None)
-        return inverse if self.table is None else inverse.tabulated()
+        inverse = self._with(positions=-self.positions, _table=None)
+        return inverse if self._table is None else inverse.tabulated()
 
 
-@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class GivenAngles(Planar):
     """Rotation of channel pairs by given angles, with gradients to them; see `from_angles`.
 
     Attributes:
         given: The angles in radians, `(*batch, heads or 1, tokens, pairs)`.
-        positions, frequencies: Zeros, which kernels take beside the table.
-        table: cos and sin of the angles, None for angles with gradients, which kernels compute.
+        positions, frequencies: Without axes.
     """
 
     given: Tensor
 
     def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
-        if self.table is None:
+        if self._table is None:
             return pairs.rotate_by_angles(x, self.given, self.interleaved)
         return super().encode(x)
 
@@ -340,7 +337,7 @@ class GivenAngles(Planar):
         return self.given
 
     def cos_sin(self) -> tuple[Tensor, Tensor]:
-        return (self.given.cos(), self.given.sin()) if self.table is None else super().cos_sin()
+        return (self.given.cos(), self.given.sin()) if self._table is None else super().cos_sin()
 
     def tabulated(self) -> "GivenAngles":
         return self
@@ -397,18 +394,16 @@ def from_angles(angles: Tensor, *, head_dim: int | None = None, num_heads: int |
 
 
 def _of_angles(given: Tensor) -> dict[str, Any]:
-    """Return the tensors of a `GivenAngles`; of its positions and frequencies only the shapes are read."""
+    """Return the tensors of a `GivenAngles`."""
     *batch, heads, tokens, pairs = given.shape
-    zero = given.new_zeros(())
     return {
         "given": given,
-        "table": None if given.requires_grad else torch.stack([given.cos(), given.sin()], dim=-2),
-        "positions": zero.expand(*batch, tokens, 1),
-        "frequencies": zero.expand(1, heads, pairs),
+        "_table": None if given.requires_grad else torch.stack([given.cos(), given.sin()], dim=-2),
+        "positions": given.new_zeros(*batch, tokens, 0),
+        "frequencies": given.new_zeros(0, heads, pairs),
     }
 
 
-@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Commuting(Rotation):
     """Rotation by multiples of one skew matrix B per block:  R(p) = exp(s B) = U rot(s w) U^T,  s = sum_a p_a c_a.
 
@@ -461,7 +456,7 @@ class Commuting(Rotation):
         return exponential(along[..., None, None] * self.base.unsqueeze(1))
 
     def at(self, positions: Tensor) -> "Commuting":
-        return replace(self, positions=_converted(positions, self.positions))
+        return self._moved(positions, self.positions)
 
     def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Tensor | None]:
         of_heads = {name: _of_heads(getattr(self, name), heads, 0) for name in ("base", "basis", "angular")}
@@ -469,10 +464,9 @@ class Commuting(Rotation):
         return {"positions": self.positions[(*batch, tokens)], "factors": factors, **of_heads}
 
     def inverse(self) -> "Commuting":
-        return replace(self, positions=-self.positions)
+        return self._with(positions=-self.positions)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class PlanarInBasis(Rotation):
     """Rotation of channel pairs in another basis:  R(p) = P rot(φ) P^T,  φ_i = sum_a p_a f_ai,  block by block.
 
@@ -480,13 +474,12 @@ class PlanarInBasis(Rotation):
         positions: `(*batch, tokens, axes)`.
         frequencies: `(axes, heads or 1, pairs)`, radians per unit of position.
         basis: P, `(heads or 1, blocks, b, b)`, orthogonal, b even.
-        table: cos and sin of the angles, as of `Planar`.
     """
 
     positions: Tensor
     frequencies: Tensor
     basis: Tensor
-    table: Tensor | None = None
+    _table: Tensor | None = None
 
     def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
         return pairs.in_basis(x, self.basis, self.planar.encode) if self.basis.numel() else x[:2]
@@ -511,12 +504,12 @@ class PlanarInBasis(Rotation):
     def planar(self) -> Planar:
         """rot(φ), the rotation without the basis P."""
         return Planar(
-            positions=self.positions, frequencies=self.frequencies, table=self.table, head_dim=self.head_dim,
+            positions=self.positions, frequencies=self.frequencies, _table=self._table, head_dim=self.head_dim,
             num_heads=self.num_heads,
         )  # fmt: skip
 
     def tabulated(self) -> "PlanarInBasis":
-        return self._with(table=self.planar.tabulated().table)
+        return self._with(_table=self.planar.tabulated()._table)
 
     def blocks(self) -> Tensor:
         b = self.basis.shape[-1]
@@ -528,17 +521,16 @@ class PlanarInBasis(Rotation):
             return identity + exact_matmul(exact_matmul(basis, rotations - identity), basis.mT)
 
     def at(self, positions: Tensor) -> "PlanarInBasis":
-        return replace(self, positions=_converted(positions, self.positions), table=None)
+        return self._moved(positions, self.positions, _table=None)
 
     def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Tensor | None]:
         return {**self.planar._part(batch, heads, tokens), "basis": _of_heads(self.basis, heads, 0)}
 
     def inverse(self) -> "PlanarInBasis":
-        inverse = replace(self, positions=-self.positions, table=None)
-        return inverse if self.table is None else inverse.tabulated()
+        inverse = self._with(positions=-self.positions, _table=None)
+        return inverse if self._table is None else inverse.tabulated()
 
 
-@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Block(Rotation):
     """Rotation of channel blocks by orthogonal matrices.
 
@@ -580,7 +572,7 @@ class Block(Rotation):
         return {"table": part(self.table), "_tangent": None if self._tangent is None else part(self._tangent)}
 
     def inverse(self) -> "Block":
-        return replace(self, table=self.table.mT, _tangent=None)
+        return self._with(table=self.table.mT, _tangent=None)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -597,13 +589,6 @@ def _hint_of_tokens(x: Tensor, expected: int) -> str:
     if 1 <= more <= MANY_PREFIX_TOKENS:
         return f"; for {more} more in front (CLS, registers) pass positions through tr.prefix(positions, {more})"
     return ""
-
-
-def _converted(positions: Tensor, like: Tensor) -> Tensor:
-    """Copy positions to the dtype and device of others."""
-    if positions.ndim < 2 or positions.shape[-1] != like.shape[-1]:
-        raise ValueError(f"positions must be (*batch, tokens, {like.shape[-1]}), got {tuple(positions.shape)}")
-    return positions.to(like, copy=True)
 
 
 def _of_heads(x: Tensor, heads: slice, dim: int) -> Tensor:

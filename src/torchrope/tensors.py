@@ -4,11 +4,13 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
+from inspect import get_annotations
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from typing_extensions import Self, dataclass_transform
 
 
 def private(path: str) -> Any:
@@ -31,6 +33,46 @@ def wide_dtype(*tensors: Tensor) -> torch.dtype:
     return wide
 
 
+def wide_positions(positions: Tensor, unread: torch.dtype = torch.float64) -> Tensor:
+    """Convert positions to float32 or wider, integers above 2^24 to float64; those that cannot be read to `unread`."""
+    if positions.is_floating_point() or positions.dtype.itemsize < 4:
+        return positions.to(wide_dtype(positions))
+    if not can_read(positions):
+        return positions.to(torch.float32 if positions.device.type == "mps" else unread)  # which has no float64
+    wide = _as_narrow_as_exact(positions.double())
+    if wide.dtype == torch.float64 and wide.abs().max() >= 2**53:
+        rule = "integer positions must be below 2^53, from which on float64 skips some: subtract the first one"
+        raise ValueError(f"{rule}, got up to {wide.abs().max():.3g}")
+    return wide
+
+
+def require_unrounded(positions: Tensor) -> None:
+    """Raise if positions reach where their dtype skips integers; where they cannot be read, warn once."""
+    if not is_narrow(positions) or torch.compiler.is_compiling():
+        return
+    limit = 2 / torch.finfo(positions.dtype).eps
+    rule = f"positions above {limit:.0f} must be integers, float32 or float64, as {positions.dtype} skips integers"
+    fix = "give integers, which mixed precision leaves, or switch off its cast of inputs (FSDP: cast_forward_inputs)"
+    if not can_read(positions):
+        warn_once(f"{rule}: {fix}")
+    elif positions.numel() and positions.abs().max() > limit:
+        raise ValueError(f"{rule}: {fix}, got up to {positions.abs().max():.0f}")
+
+
+def as_numbers(values: Any, like: torch.dtype = torch.float32) -> Tensor:
+    """Convert an array, or nested lists of numbers, to a tensor as wide as given, `like` it and PyTorch's default."""
+    found = torch.as_tensor(values)
+    if not found.is_floating_point() or hasattr(values, "dtype"):
+        return found
+    exact = torch.as_tensor(values, dtype=torch.float64)
+    return exact if torch.float64 in (like, torch.get_default_dtype()) else _as_narrow_as_exact(exact)
+
+
+def _as_narrow_as_exact(wide: Tensor) -> Tensor:
+    """Return float64 numbers as float32, unless some are above 2^24, where float32 skips integers."""
+    return wide if wide.numel() and wide.abs().max() > 2**24 else wide.float()
+
+
 @cache
 def warn_once(message: str) -> None:
     """Warn, once per process for each message."""
@@ -40,6 +82,32 @@ def warn_once(message: str) -> None:
 def is_narrow(tensor: Tensor) -> bool:
     """Whether a tensor is floating point with less precision than float32."""
     return tensor.is_floating_point() and tensor.dtype.itemsize < 4
+
+
+@dataclass_transform(frozen_default=True, eq_default=False, kw_only_default=True)
+class Value:
+    """Immutable fields, as annotated, by keyword: no dataclass, whose tensors FSDP and DDP cast among inputs."""
+
+    _fields: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        cls._fields = (*cls._fields, *(name for name in get_annotations(cls) if name not in cls._fields))
+
+    def __init__(self, **values: Any) -> None:
+        for name in values:
+            if name not in self._fields:
+                raise TypeError(f"{type(self).__name__} has {', '.join(self._fields)}, got {name}")
+        for name in self._fields:
+            object.__setattr__(self, name, values[name] if name in values else getattr(type(self), name))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{type(self).__name__} is immutable, got a new {name}")
+
+    def _values(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._fields}
+
+    def _with(self, **changed: Any) -> Self:
+        return type(self)(**{**self._values(), **changed})  # torch 2.6 cannot compile `|` of dictionaries
 
 
 class Float32Module(nn.Module):
@@ -148,16 +216,18 @@ class _ExactProduct(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         ctx.equation, x, y = inputs
-        ctx.save_for_backward(x, y)
+        ctx.shapes = x.shape, y.shape
+        of_x, of_y = ctx.needs_input_grad[1:]
+        ctx.save_for_backward(x if of_y else None, y if of_x else None)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
         x, y = ctx.saved_tensors
         operands, result = ctx.equation.split("->")
         of_x, of_y = operands.split(",")
-        grad_x = exact_einsum(f"{result},{of_y}->{of_x}", grad, y)
-        grad_y = exact_einsum(f"{result},{of_x}->{of_y}", grad, x)
-        return None, grad_x.sum_to_size(x.shape), grad_y.sum_to_size(y.shape)
+        grad_x = None if y is None else exact_einsum(f"{result},{of_y}->{of_x}", grad, y).sum_to_size(ctx.shapes[0])
+        grad_y = None if x is None else exact_einsum(f"{result},{of_x}->{of_y}", grad, x).sum_to_size(ctx.shapes[1])
+        return None, grad_x, grad_y
 
 
 def _sum_of_products(equation: str, x: Tensor, y: Tensor) -> Tensor:

@@ -86,17 +86,7 @@ class Kernel(NamedTuple):
 
 
 def share_of_allowed_error(fast: Tensor, plain: Tensor, truth: Tensor, factor: float = FACTOR) -> tuple[str, float]:
-    """Compare a result with the truth; return a line, and the error as a share of the allowed one.
-
-    Args:
-        fast: Result of the kernel.
-        plain: Result of the reference in the same dtype.
-        truth: Result of the reference in float64.
-        factor: How often the kernel may err what the reference errs.
-
-    Returns:
-        Both; the share is NaN if shapes or dtypes differ.
-    """
+    """Compare a result with the truth; return a line, and the error as a share of the allowed, NaN if shapes differ."""
     if fast.shape != truth.shape or fast.dtype != plain.dtype:
         line = f"{fast.dtype} {tuple(fast.shape)} instead of {plain.dtype} {tuple(truth.shape)}"
         return line, float("nan")
@@ -207,10 +197,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _kernels(device: torch.device) -> Iterator[Kernel]:
-    """Build the cases of all kernels: dtypes, layouts, grouped heads, unequal batches, one tensor alone, norms.
-
-    The interpreter takes seconds for a large block, so it gets few tokens and small blocks.
-    """
+    """Build the cases of all kernels; the interpreter, slow for large blocks, gets few tokens and small blocks."""
     tokens, large = (197, (16, 64)) if device.type == "cuda" else (5, ())
 
     def case(

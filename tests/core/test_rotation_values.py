@@ -1,6 +1,9 @@
 """Rotations as values: slices, other positions, copies, repr."""
 
 import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ from torch import Tensor
 
 import torchrope as tr
 from torchrope.encodings.names import takes
-from torchrope.rotations import Block, PlanarInBasis, Rotation
+from torchrope.rotations import Block, GivenAngles, Planar, PlanarInBasis, Rotation, from_angles
 
 HEADS, HEAD_DIM, TOKENS, BATCH = 4, 24, 7, 3
 NAMES = ("axial", "mixed", "liere:4", "liere", "comrope-ap:4", "comrope-ld:8", "string:8", "golden", "none")
@@ -49,18 +52,76 @@ def test_rotation_slices_equal_slices_of_the_result(name: str, shared: bool, pos
             torch.testing.assert_close(rotated, expected[of_vectors], atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_rotation_at_other_positions_keeps_generators(name: str, positions: Tensor) -> None:
-    torch.manual_seed(0)
-    encoding = tr.parse_encoding(name).rotary(num_axes=2, num_heads=HEADS, head_dim=HEAD_DIM)
-    rotation, others = encoding(positions), torch.randn(5, 2)
-    if isinstance(rotation, Block):
-        with pytest.raises(ValueError, match="a rotation with generators"):
-            rotation.at(others)
+OTHERS = torch.randn(5, 2, generator=torch.Generator().manual_seed(2))
+KINDS = ("mixed", "liere:4", "comrope-ld:8", "string:8")
+WAYS: dict[str, Callable[[Rotation], Rotation]] = {
+    "from an encoding": lambda r: r,
+    "tabulated": lambda r: r.tabulated(),
+    "in halves": lambda r: r.in_halves() if isinstance(r, Planar) else r,
+    "in halves, tabulated": lambda r: r.in_halves().tabulated() if isinstance(r, Planar) else r,
+    "from fixed angles": lambda r: from_angles(r.angles().detach(), num_heads=HEADS) if isinstance(r, Planar) else r,
+    "from learned angles": lambda r: from_angles(r.angles(), num_heads=HEADS) if isinstance(r, Planar) else r,
+    "detached": lambda r: r.detach(),
+    "sliced": lambda r: r[..., 1:],
+    "for export": lambda r: r.for_export(),
+    "inverted twice": lambda r: r.inverse().inverse(),
+    "in float64": lambda r: r.to(torch.float64),
+    "copied": lambda r: copy.deepcopy(r),
+    "pickled": lambda r: pickle.loads(pickle.dumps(r.detach())),
+    "moved back": lambda r: r if isinstance(r, Block) else r.at(OTHERS[:3]).at(r.positions),  # type: ignore[attr-defined]
+}
+METHODS: dict[str, Callable[[Any], Any]] = {
+    "inverse": lambda r: (r.inverse(), r.matrix().mT),
+    "tabulated": lambda r: (r.tabulated(), r.matrix()),
+    "detach": lambda r: (r.detach(), r.matrix()),
+    "to": lambda r: (r.to(torch.float64), r.matrix()),
+    "index": lambda r: (r[..., 1:3, 2:5], r.matrix()[..., 1:3, 2:5, :, :]),
+    "for_export": lambda r: (r.for_export(), r.matrix()),
+    "inverse of a slice": lambda r: (r[..., :4].inverse().tabulated(), r.matrix()[..., :4, :, :].mT),
+}
+
+
+def dense(rotation: Rotation, like: Tensor) -> Tensor:
+    """Its matrices, without the dimension that the exported form of blocks adds."""
+    matrix = rotation.matrix()
+    return matrix.squeeze(0) if matrix.ndim > like.ndim else matrix
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", KINDS)
+def test_methods_are_right_however_a_rotation_was_built(name: str, way: str, positions: Tensor) -> None:
+    original = make_rotation(name, positions)
+    rotation = WAYS[way](original)
+    order = torch.cat([torch.arange(0, HEAD_DIM, 2), torch.arange(1, HEAD_DIM, 2)]) if "halves" in way else None
+    exact = original.matrix()[..., 1:, :, :] if way == "sliced" else original.matrix()
+    if order is not None and isinstance(original, Planar):
+        exact = exact[..., order, :][..., order]
+    torch.testing.assert_close(dense(rotation, exact), exact, atol=2e-5, rtol=0, check_dtype=False)
+    for method in METHODS.values():
+        result, expected = method(rotation)
+        assert result.shape[-1] == expected.shape[-3]
+        torch.testing.assert_close(dense(result, expected), expected, atol=2e-5, rtol=0, check_dtype=False)
+        x = torch.randn(BATCH, expected.shape[-4], expected.shape[-3], HEAD_DIM)
+        rotated = (expected.float() @ x.unsqueeze(-1)).squeeze(-1)
+        torch.testing.assert_close(tr.apply(x, result), rotated, atol=2e-5, rtol=0)
+    if isinstance(rotation, Planar):
+        found = torch.stack([rotation.angles().cos(), rotation.angles().sin()])
+        torch.testing.assert_close(found, torch.stack(rotation.cos_sin()), atol=2e-5, rtol=0)
+    if isinstance(rotation, Block | GivenAngles):
+        with pytest.raises(ValueError, match=r"at\(\) must be called|has no frequencies"):
+            rotation.at(OTHERS)
         return
-    torch.testing.assert_close(rotation.at(others).matrix(), encoding(others).matrix(), atol=1e-6, rtol=0)
+    moved = make_rotation(name, OTHERS).matrix()
+    moved = moved if order is None or not isinstance(original, Planar) else moved[..., order, :][..., order]
+    atol = 1e-6 if way == "from an encoding" else 2e-5
+    torch.testing.assert_close(rotation.at(OTHERS).matrix(), moved, atol=atol, rtol=0, check_dtype=False)
     with pytest.raises(ValueError, match="positions must be"):
         rotation.at(torch.zeros(5, 3))
+
+
+def test_a_planar_rotation_takes_no_table() -> None:
+    with pytest.raises(TypeError, match=r"got table$"):
+        Planar(positions=torch.zeros(5, 1), frequencies=torch.zeros(1, 1, 2), table=torch.ones(1, 5, 2, 2))  # type: ignore[call-arg]
 
 
 def test_rotation_of_keys_at_other_positions_shares_the_basis() -> None:
@@ -146,18 +207,16 @@ def test_rotation_slices_have_gradients_to_their_generators() -> None:
 def test_encodings_accept_lists_and_arrays(name: str) -> None:
     at = [[0.0, 1.5], [2.0, -3.0], [4, 5]]
     expected = make_rotation(name, torch.tensor(at)).matrix()
-    for positions in (at, np.array(at), np.array(at, dtype=np.float32), tuple(map(tuple, at))):
+    for positions in (at, np.array(at, dtype=np.float32), tuple(map(tuple, at))):
         rotation = make_rotation(name, positions)  # type: ignore[arg-type]
         assert rotation.dtype == torch.float32
         assert torch.equal(rotation.matrix(), expected)
+    rotation = make_rotation(name, np.array(at))  # type: ignore[arg-type]
+    assert rotation.dtype == torch.float64 or name == "none"
+    torch.testing.assert_close(rotation.matrix(), expected, atol=2e-5, rtol=0, check_dtype=False)
 
 
 @pytest.mark.parametrize("positions", [[["a", "b"]], [[1.0, 2.0], [3.0]], None, [[None, 1.0]]])
 def test_encodings_refuse_positions_that_are_not_numbers(positions: object) -> None:
     with pytest.raises(ValueError, match="positions must be numbers"):
         make_rotation("mixed", positions)  # type: ignore[arg-type]
-
-
-def test_exported_form_of_learned_blocks_rotates_in_eager_mode() -> None:
-    rotation, q = make_rotation("liere:4", torch.randn(TOKENS, 2)), torch.randn(BATCH, HEADS, TOKENS, HEAD_DIM)
-    torch.testing.assert_close(tr.apply(q, rotation.for_export()), tr.apply(q, rotation))

@@ -104,6 +104,35 @@ def test_factors_and_base_may_share_heads_separately(heads: tuple[int, int]) -> 
         torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
 
 
+STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    "apart": lambda x: torch.stack([x, x], dim=-1)[..., 0],
+    "offset": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+    "expanded": lambda x: x.select(-3, 0).unsqueeze(-3).expand_as(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:angles need frequencies in float32:UserWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("strides", STRIDES)
+@pytest.mark.parametrize("kind", ["frequencies", "factored", "generators"])
+def test_methods_may_return_tensors_of_any_strides_and_dtypes(kind: str, strides: str, dtype: torch.dtype) -> None:
+    shapes = {"frequencies": [(2, 4, 32)], "factored": [(2, 4, 8), (4, 8, 28)], "generators": [(2, 4, 8, 28)]}[kind]
+    leaves = [STRIDES[strides](torch.randn(shape).to(dtype)).detach().requires_grad_() for shape in shapes]
+    upstream, q, found = torch.randn(2, 4, 9, 64), torch.randn(2, 4, 9, 64), []
+    for wide in (False, True):
+        values = [leaf.double().contiguous() if wide else leaf for leaf in leaves]
+        values = values[:1] if kind == "frequencies" else [*values[:-1], skew(values[-1], 8)]
+        given: dict[str, Any] = {kind: values[0]}
+        if kind == "factored":
+            given = dict(factored=tuple(values), generators=values[0][..., None, None] * values[1])
+        rotated, _ = tr.rotate(q, q, Returning(2 if kind == "frequencies" else 8, **given)(tr.grid(3, 3) / 3))
+        found.append([rotated, *torch.autograd.grad(rotated, leaves, upstream)])
+    for one, other in zip(*found, strict=True):
+        largest = other.abs().max().item()
+        torch.testing.assert_close(one, other, atol=largest * (0.02 if one.dtype == torch.bfloat16 else 1e-4), rtol=0)
+
+
 def test_check_names_a_base_that_should_broadcast(called: list[str]) -> None:
     with pytest.raises(AssertionError) as caught:
         tr.testing.check(Spread)
@@ -205,7 +234,7 @@ def commuting(**changed: Tensor) -> tr.rotations.Commuting:
     "rotation",
     [
         tr.rotations.Planar(positions=P[0], frequencies=F[:1], head_dim=8),
-        tr.rotations.Planar(positions=P[0], frequencies=F, table=torch.ones(2, 5, 3, 2), head_dim=8),
+        tr.rotations.Planar(positions=P[0], frequencies=F, _table=torch.ones(2, 5, 3, 2), head_dim=8),
         tr.rotations.Planar(positions=P[0], frequencies=torch.randn(2, 2, 6), head_dim=8),
         tr.rotations.Commuting(
             positions=P[0], factors=ones(1, 2, 2), base=BASIS[2], basis=BASIS[3], angular=BASIS[4], head_dim=8

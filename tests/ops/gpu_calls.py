@@ -251,3 +251,21 @@ def test_memory_outside_of_tensors_is_reported() -> None:
         assert torch.empty(3).isnan().all()
         assert torch.empty_like(x).isnan().all()
         assert x.new_empty(3).isnan().all()
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("shape", [(TOKENS, 3), (HEADS, TOKENS, 3), (2, 1, TOKENS, 3), (2, HEADS, TOKENS, 3)])
+def test_given_angles(shape: tuple[int, ...], learned: bool) -> None:
+    q, k, angles = vectors(), vectors(), torch.randn(shape).requires_grad_(learned)
+    rotation = partial(tr.rotations.from_angles, angles, head_dim=HEAD_DIM)
+    inputs = [q, k, angles] if learned else [q, k]
+    compare(lambda: tr.rotate(q, k, rotation()), inputs, {"planar._rotate_kernel", "planar._rotate_kernel BACK"})
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("block", torch.float32), ("basis", torch.float32), ("planar", torch.bfloat16)]
+)
+def test_bfloat16_of_the_stock_interpreter_is_refused(family: str, dtype: torch.dtype) -> None:
+    q = torch.randn(1, HEADS, TOKENS, HEAD_DIM).to(dtype)
+    with tr.backend("triton"), pytest.raises(ValueError, match="interpreter multiplies the bits of bfloat16"):
+        tr.apply(q, encoding_of(family)(torch.randn(TOKENS, 2)))

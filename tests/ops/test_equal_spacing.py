@@ -71,7 +71,7 @@ def test_position_out_of_range_affects_its_token_alone(at: int, value: float) ->
     expected, _ = tr.rotate(q, q, rotation)
     changed = positions.clone()
     changed[at] = value
-    rotated, _ = tr.rotate(q, q, replace(rotation, positions=changed))
+    rotated, _ = tr.rotate(q, q, rotation._with(positions=changed))
     others = torch.arange(40) != at
     torch.testing.assert_close(rotated[:, :, others], expected[:, :, others], rtol=0, atol=1e-5)
     assert rotated[:, :, at].isnan().all() == (value != 1e30)
@@ -104,7 +104,7 @@ def test_repeated_calls_return_the_same_values(
 ) -> None:
     rotation = planar(torch.rand(37, 2) * 9, pairs=pairs, halves=halves)
     q, k = (torch.randn(1, 2, 37, 2 * pairs + 6).to(dtype) for dtype in dtypes)
-    rotation = replace(rotation, head_dim=2 * pairs + 6)
+    rotation = rotation._with(head_dim=2 * pairs + 6)
     with torch.no_grad():
         first = tr.rotate(q, k, rotation)
         for again in (rotation, rotation.tabulated()):
@@ -117,7 +117,7 @@ def test_repeated_calls_return_the_same_values(
 def test_any_number_of_rows_per_angle_rotates_as_each_row_alone(
     dtypes: tuple[torch.dtype, torch.dtype], heads: tuple[int, int]
 ) -> None:
-    rotation = replace(planar(tr.grid(6, 6), heads=1), num_heads=None)
+    rotation = planar(tr.grid(6, 6), heads=1)._with(num_heads=None)
     q, k = (torch.randn(3, of_side, 36, 24).to(dtype) for of_side, dtype in zip(heads, dtypes, strict=True))
     rotated = tr.rotate(q, k, rotation)
     for x, found in zip((q, k), rotated, strict=True):

@@ -22,15 +22,6 @@ def test_planar_rotates_pairs_counter_clockwise() -> None:
     assert torch.allclose(turned, torch.tensor([[[0.0, 1.0]]]), atol=1e-6)
 
 
-def test_rotate_accepts_any_strides() -> None:
-    turn = rotation()
-    packed = torch.randn(3, 9, 2, 2, 8)  # (batch, tokens, q or k, heads, head_dim)
-    q, k = packed.permute(2, 0, 3, 1, 4).unbind(0)
-    assert not q.is_contiguous()
-    for strided, dense in zip(tr.rotate(q, k, turn), tr.rotate(q.contiguous(), k.contiguous(), turn), strict=True):
-        assert torch.equal(strided, dense)
-
-
 @pytest.mark.parametrize("family", [tr.MixedRoPE, tr.LieRE])
 def test_grouped_queries_rotate_as_their_key_head(family: type[tr.Encoding]) -> None:
     turn = family(num_axes=2, num_heads=2, head_dim=8)(tr.grid(3, 3))
@@ -59,24 +50,6 @@ def test_heads_that_share_a_rotation_serve_any_group(encoding: tr.Encoding) -> N
         assert torch.allclose(turned, (dense[0] @ x.unsqueeze(-1)).squeeze(-1), atol=1e-5)
     with pytest.raises(ValueError, match="heads of q or k must be the rotation's 6, got 8 and 4"):
         tr.rotate(torch.zeros(2, 8, 9, 8), torch.zeros(2, 4, 9, 8), turn)
-
-
-def test_keys_may_have_other_positions() -> None:
-    encoding = tr.LieRE(num_axes=2, num_heads=2, head_dim=8, block_size=4)
-    here, there = encoding(tr.grid(3, 3)), encoding(tr.grid(2, 2))
-    q, k = torch.randn(1, 2, 9, 8), torch.randn(1, 2, 4, 8)
-    turned_q, turned_k = tr.rotate(q, k, here, key_rotation=there)
-    assert torch.equal(turned_q, tr.rotate(q, q, here)[0])
-    assert torch.equal(turned_k, tr.rotate(k, k, there)[0])
-
-
-def test_rotate_accepts_any_leading_dimensions() -> None:
-    turn = rotation()
-    q = torch.randn(4, 3, 2, 9, 8)
-    many, _ = tr.rotate(q, q, turn)
-    for i in range(4):
-        assert torch.allclose(many[i], tr.rotate(q[i], q[i], turn)[0])
-    assert torch.allclose(many[0, 0], tr.rotate(q[0, 0], q[0, 0], turn)[0])
 
 
 def test_channels_beyond_rotary_dim_are_bit_identical() -> None:
@@ -112,6 +85,20 @@ def test_rotation_is_unchanged_when_its_inputs_change(name: str, backend: str) -
             parameter.add_(1)
     assert torch.equal(under(backend, tr.rotate, q, q, turn)[0], before)
     assert torch.equal(turn.matrix(), matrix)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("name", ["mixed", "comrope-ld:4", "comrope-ap:3", "string:4", "liere:4", "liere:3"])
+def test_positions_may_change_before_the_backward_pass(name: str, backend: str) -> None:
+    encoding = tr.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=12)
+    q, places, found = torch.randn(2, 2, 9, 12), torch.rand(9, 2), []
+    for change in (0.0, 1.0):
+        positions = places.clone()
+        turned, _ = under(backend, tr.rotate, q, q, under(backend, encoding, positions))
+        positions.add_(change)
+        found.append(torch.autograd.grad((turned * q.roll(1)).sum(), list(encoding.parameters())))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(

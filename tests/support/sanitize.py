@@ -22,7 +22,7 @@ TESTS = (
     "core/test_accuracy.py",
     "core/test_hostile_values.py",
     "core/test_fuzz.py",
-    "core/test_fuzz_shapes.py",
+    "ops/test_operator_arguments.py",
     "core/test_shapes.py",
 )
 FLAGS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")

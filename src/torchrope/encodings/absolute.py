@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from torchrope.encodings.resample import resample_axis, sample_table
 from torchrope.positions import PerAxis, grid, jitter, per_axis
-from torchrope.tensors import wide_dtype
+from torchrope.tensors import wide_dtype, wide_positions
 
 
 class AbsoluteEncoding(nn.Module, ABC):
@@ -132,7 +132,7 @@ class SinusoidalAPE(AbsoluteEncoding):
 
     def at(self, positions: Tensor) -> Tensor:
         """Return vectors `(..., tokens, dim)` of arbitrary positions `(..., tokens, axes)`."""
-        positions = positions.to(wide_dtype(positions))
+        positions = wide_positions(positions)
         n = self.dim // (2 * positions.shape[-1])
         omega = self.base ** (-torch.arange(n, device=positions.device, dtype=positions.dtype) / n)
         phase = positions.unsqueeze(-1) * omega  # (..., tokens, axes, n)

@@ -20,12 +20,15 @@ from torchrope.ops.skew_exp import exponential
 from torchrope.rotations import Block, Commuting, Planar, PlanarInBasis, Rotation
 from torchrope.tensors import (
     Float32Module,
+    as_numbers,
     block_diagonal,
     can_read,
     exact_matmul,
     is_narrow,
+    require_unrounded,
     warn_once,
     wide_dtype,
+    wide_positions,
     without_autocast,
 )
 
@@ -154,8 +157,9 @@ class Encoding(Float32Module, ABC):
         """Compute the rotation of each position:  R(p) = exp(sum_a p_a A_a).
 
         Args:
-            positions: `(tokens, num_axes)` shared by a batch, or `(batch, tokens, num_axes)`; integers work. Lists and
-                NumPy arrays are converted to torch's default dtype on the device of the encoding.
+            positions: `(tokens, num_axes)` shared by a batch, or `(batch, tokens, num_axes)`, never rounded below
+                float32. Integers, and lists, become float64 above 2^24, such as Unix times; on a GPU and where compiled
+                integer tensors of 32 and 64 bits always do, since reading them would synchronise.
 
         Returns:
             A `Planar` rotation for blocks of 2, a `PlanarInBasis` for frequencies in another basis. A `Commuting` one
@@ -164,12 +168,13 @@ class Encoding(Float32Module, ABC):
             Angles are float32, or float64 if positions or parameters are; autocast does not affect them.
 
         Raises:
-            ValueError: wrong shape, device or number of axes; NaN or infinity; `generators`, `frequencies_per_axis` or
-                `factors_and_base` returned another shape than promised, or no floating-point tensor; inputs that the
-                chosen `torchrope.backend` does not support; a rotation without operators in ONNX during export (apply
-                `torchrope.freeze` first). NaN and infinity are not checked on a GPU, which would have to synchronise,
-                nor inside torch.compile, torch.export and torch.func: the rotation of such a token, and of no other,
-                is NaN, and so is that of blocks of 3 and more where an entry of sum_a p_a A_a overflows float32.
+            ValueError: wrong shape, device or number of axes; NaN, infinity, integers from 2^53 on; `generators`,
+                `frequencies_per_axis` or `factors_and_base` returned another shape than promised, or no floating-point
+                tensor; inputs that the chosen `torchrope.backend` does not support; a rotation without operators in
+                ONNX during export (apply `torchrope.freeze` first). Values are not checked on a GPU, which would have
+                to synchronise, nor inside torch.compile, torch.export and torch.func: the rotation of a token at NaN or
+                infinity, and of no other, is NaN, and so is that of blocks of 3 and more where an entry of
+                sum_a p_a A_a overflows float32.
 
         Warns:
             UserWarning: frequencies or generators in less than float32, as of FSDP with mixed precision; once.
@@ -199,7 +204,7 @@ class Encoding(Float32Module, ABC):
         require_shape("generators()", generators, (self.num_axes, self.num_heads, self.num_blocks, b, b), 1)
         if generators.stride(1) == 0:  # expanded over heads
             generators = generators[:, :1]
-        positions, generators = widened(positions, self._as_exact(generators, positions))
+        positions, generators = widened(positions.clone(), self._as_exact(generators, positions))
         if fits_kernels(positions, self.block_size) and all(
             takes_kernels(name, positions, generators) for name in ("exp_generators", "rotate_block")
         ):
@@ -305,7 +310,7 @@ class Encoding(Float32Module, ABC):
         if not isinstance(positions, Tensor):
             device = next(itertools.chain(self.parameters(), self.buffers()), torch.empty(0)).device
             try:
-                positions = torch.as_tensor(positions, dtype=torch.get_default_dtype(), device=device)
+                positions = as_numbers(positions).to(device)
             except (TypeError, ValueError, RuntimeError) as error:
                 rule = "positions must be numbers (tokens, axes)"
                 raise ValueError(f"{rule}, got {type(positions).__name__}: {error}") from None
@@ -318,7 +323,8 @@ class Encoding(Float32Module, ABC):
         if positions.is_complex() or positions.dtype == torch.bool:
             raise ValueError(f"positions must be real numbers, got {positions.dtype}")
         require_finite("positions", positions)
-        return positions
+        require_unrounded(positions)
+        return wide_positions(positions)
 
     def _as_exact(self, frequencies: Tensor, positions: Tensor) -> Tensor:
         """Return frequencies or generators; warn once of less precision than float32, raise on another device."""
@@ -330,7 +336,7 @@ class Encoding(Float32Module, ABC):
             if torch.is_autocast_enabled(positions.device.type):
                 fix = "compute matrix products in generators() under torch.autocast(device_type, enabled=False)"
             else:
-                fix = "give encodings an FSDP group of their own, without mixed precision"
+                fix = "give encodings an FSDP2 group of their own, without mixed precision, or FSDP1's ignored_modules"
             warn_once(f"{rule}: {fix}")
         return frequencies
 

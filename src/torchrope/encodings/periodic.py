@@ -2,7 +2,6 @@
 
 import copy
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +96,7 @@ class Periodic(Encoding):
     def forward(self, positions: Positions) -> Rotation:
         rotation = self.encoding(wrap(self.check_positions(positions), self.periods))
         assert isinstance(rotation, Planar | PlanarInBasis)
-        return replace(rotation, frequencies=self._periodic(rotation.frequencies, self.turns))
+        return rotation._with(frequencies=self._periodic(rotation.frequencies, self.turns))
 
     def generators(self) -> Tensor:
         generators = in_basis(self.frequencies_per_axis(), self.basis())

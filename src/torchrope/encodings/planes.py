@@ -51,13 +51,8 @@ def common_planes(generators: Tensor) -> tuple[Tensor, Tensor, float]:
     """Compute the common invariant planes of commuting skew matrices:  A_a = U diag([[0, -f_aj], [f_aj, 0]]) U^T.
 
     Commuting matrices share their planes with any linear combination. If two planes have equal frequencies in the
-    combination but not in the matrices, rounding mixes them; the combination with the smallest error is used.
-
-    Args:
-        generators: A `(axes, b, b)`, b even, float64 on the CPU.
-
-    Returns:
-        U `(b, b)`, f `(axes, b / 2)`, and the largest error of the equation, large if the A do not commute.
+    combination but not in the matrices, rounding mixes them; the combination with the smallest error is used. Returns
+    U `(b, b)`, f `(axes, b / 2)`, and the largest error of the equation, large if the A `(axes, b, b)` do not commute.
     """
     axis = torch.arange(1, len(generators) + 1, dtype=generators.dtype)
     tries = [_planes_of_sum(generators, 0.5 + torch.frac(axis * step * _STEP)) for step in range(1, _TRIES + 1)]

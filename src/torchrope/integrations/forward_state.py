@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -143,7 +143,7 @@ class ForwardState:
             shared = running.shared
             rotation = rotary.encodings[index](running.positions[index]) if shared is None else shared
         if exact and isinstance(rotation, Planar):
-            rotation = replace(rotation, table=torch.stack(rotation.cos_sin(), dim=-2))
+            rotation = rotation._with(_table=torch.stack(rotation.cos_sin(), dim=-2))
         running.rotation = rotation[..., others:] if others else rotation
         running.other = rotation[..., :others] if others else None
 

@@ -78,11 +78,7 @@ class Hub(ModelHubMixin, library_name="torchrope"):
         kind: type[nn.Module] = nn.Module,
         **options: Any,
     ) -> nn.Module:
-        """Load the model of a folder or a repository; `kind` is its required class.
-
-        Raises:
-            ValueError: further arguments, a file that `torchrope.load` rejects, or a model of another class.
-        """
+        """Load the model of a folder or a repository; `kind` is its required class."""
         download = {name: options.pop(name) for name in _DOWNLOAD}
         if options:
             raise ValueError(f"further arguments of from_pretrained must be into or classes, got {', '.join(options)}")

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from torchrope.rotating import apply
 from torchrope.rotations import from_angles
-from torchrope.tensors import wide_dtype
+from torchrope.tensors import wide_dtype, wide_positions
 
 
 class _AxialHalves(nn.Module):
@@ -36,7 +36,8 @@ class _AxialHalves(nn.Module):
             ValueError: head_dim is not divisible by 2 per axis; other shapes; positions that are not real numbers.
         """
         _check(tokens, positions, self.names, self.axes)
-        wide = wide_dtype(tokens)
+        whole = None if positions.is_floating_point() else wide_positions(positions, unread=torch.float32)
+        wide = wide_dtype(tokens) if whole is None else wide_dtype(tokens, whole)
         pairs = tokens.shape[-1] // (2 * self.axes)
         step = torch.arange(pairs, device=tokens.device, dtype=wide) / max(pairs, 1)
         frequencies = self.F0 / self.base**step  # (pairs,)

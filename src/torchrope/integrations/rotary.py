@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from torchrope.encodings import Encoding
 from torchrope.lattice import Lattice
 from torchrope.positions import prefix
+from torchrope.tensors import wide_positions
 
 ATTRIBUTE = "rotary"
 """Attribute of a swapped model that holds its encodings."""
@@ -98,6 +99,8 @@ class Rotary(nn.Module):
         lattice: Lattice = self.lattices[index]
         first = islice(chain(self.encodings.parameters(), self.encodings.buffers()), 1)
         double = any(tensor.dtype == torch.float64 for tensor in first)
+        if not indices.is_floating_point():  # read only where that costs no synchronisation
+            double |= wide_positions(indices, unread=torch.float32).dtype == torch.float64
         positions = lattice.at(indices.to(torch.float64 if double else torch.float32), sizes)
         return lattice.perturbed(positions) if self.training else positions
 

@@ -193,16 +193,7 @@ def encoding_parameters(model: nn.Module) -> set[str]:
 def on_lattice(
     rows: Callable[..., Tensor], sizes: Sequence[int], extents: Sequence[tuple[int, ...]] | None = None
 ) -> Tensor:
-    """Evaluate a function of sizes for each token of a lattice, or of the part of it that each sample fills.
-
-    Args:
-        rows: Function from sizes to `(prod(sizes), n)`.
-        sizes: Sizes of the lattice.
-        extents: Sizes of the part that each sample fills, from the first token on; by default the whole lattice.
-
-    Returns:
-        `(prod(sizes), n)`, or `(batch, prod(sizes), n)` with zeros outside of the extents.
-    """
+    """Evaluate a function of sizes, `(prod(sizes), n)`, for a lattice, or for the part that each sample fills."""
     if extents is None:
         return rows(*sizes)
     if not extents:
@@ -333,11 +324,7 @@ def resolve(
     absolute: Callable[..., AbsoluteEncoding] | None,
     bias: Callable[..., ScoreBias] | None,
 ) -> Choice:
-    """Resolve an encoding name, or a callable, to a `Choice` of the classes that build the encodings.
-
-    Raises:
-        ValueError: an unknown name, or an absolute encoding or bias given both by name and as an argument.
-    """
+    """Resolve an encoding name, or a callable, to a `Choice`; raise ValueError if a part is given twice or unknown."""
     if isinstance(encoding, Choice):
         return encoding
     if not isinstance(encoding, str):

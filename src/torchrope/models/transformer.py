@@ -17,7 +17,7 @@ from torchrope.linear_attention import LinearAttention
 from torchrope.models.layers import Backbone, Layer, drop_path_rates, initialize, resolve, run_layer
 from torchrope.positions import PerAxis, Periods, check_periods, pack, positive, rescale
 from torchrope.rotations import Rotation
-from torchrope.tensors import can_read
+from torchrope.tensors import can_read, require_unrounded
 
 
 class OtherInputs(TypedDict):
@@ -278,6 +278,7 @@ class Transformer(Backbone):
     ) -> "TokenSet":
         """Embed tokens for the first layer; convert positions to units."""
         checked = _as_set(name, x, positions, mask, embed.in_features, len(self.unit))
+        require_unrounded(checked.positions)
         units = rescale(checked.positions, [1 / length for length in self.unit])
         tokens = embed(checked.tokens)
         if self.absolute is not None:

@@ -4,6 +4,7 @@ import os
 import threading
 import warnings
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -41,9 +42,9 @@ class backend:
 
     Args:
         name: "reference" is plain PyTorch: any device, float64, differentiable any number of times. "native" is the
-            CPU kernels, "triton" the GPU kernels, verified or not; where Triton runs in its interpreter
-            (TRITON_INTERPRET=1), "triton" accepts CPU tensors. "auto", the default, is "native" on a CPU; on a GPU the
-            kernels that `python -m torchrope verify` has verified there, and the reference for everything else.
+            CPU kernels, "triton" the GPU kernels, verified or not, also of CPU tensors where Triton's interpreter
+            (TRITON_INTERPRET=1) is right: pairs of channels in float32. "auto", the default, is "native" on a CPU; on a
+            GPU the kernels that `python -m torchrope verify` has verified there, and the reference for all else.
 
     Raises:
         ValueError: an unknown name; inside the block, inputs that the backend does not support.
@@ -88,11 +89,7 @@ def _interprets() -> bool:
 
 
 def takes_kernels(kernel: str, *tensors: Tensor) -> bool:
-    """Return whether a kernel computes the result; otherwise the reference does.
-
-    Args:
-        kernel: Name of the operator, as in the record of verified kernels.
-        tensors: The inputs of the computation.
+    """Return whether a kernel computes the result from these inputs; otherwise the reference does.
 
     Raises:
         ValueError: the current backend is "native" or "triton" and does not support the inputs; the message says why.
@@ -152,6 +149,9 @@ def _reason(kernel: str, name: str, tensors: tuple[Tensor, ...]) -> str | None:
         return None if native.LIBRARY is not None else _NOT_BUILT
     if not _HAS_TRITON:
         return "needs the package triton"
+    narrow = kernel != "rotate_planar" or any(tensor.dtype == torch.bfloat16 for tensor in tensors)
+    if kind == "cpu" and narrow and not import_module("torchrope.ops.gpu.launch").interprets_bfloat16():
+        return f"needs a GPU for {kernel}, as Triton's interpreter multiplies the bits of bfloat16 as integers"
     if name == "auto" and not record.is_verified(kernel, tensors[0].device.index or 0):
         return _NOT_VERIFIED
     return None

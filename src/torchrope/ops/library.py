@@ -54,11 +54,7 @@ def kernels(like: Tensor) -> ModuleType:
 
 
 def _register(name: str, schema: str, fake: Callable[..., Any]) -> None:
-    """Define an operator on every device that has kernels; `fake` allocates its results.
-
-    Kernels trust their arguments, so these are checked first. A fake call compares no sizes, which would add guards to
-    a graph.
-    """
+    """Define an operator whose arguments are checked, without sizes in fake calls: these would add guards."""
     parameters = tuple(argument.split()[-1] for argument in schema[1 : schema.index(") ->")].split(", "))
 
     def run(*args: Any) -> Any:
@@ -186,35 +182,47 @@ def _wanted(gradients: tuple[Tensor, ...], wanted: list[bool]) -> list[Tensor | 
     return [gradient if needed else None for gradient, needed in zip(gradients, wanted, strict=True)]
 
 
+def _saved_rows(ctx: Any, q: Tensor, k: Tensor, of_rotation: slice) -> tuple[Tensor, ...]:
+    """Return q and k if the gradient of the rotation needs them: that of q and k is the inverse rotation."""
+    ctx.rows = any(ctx.needs_input_grad[of_rotation])
+    return (q, k) if ctx.rows else ()
+
+
+def _saved(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor, ...]:
+    """Return q, k and the saved tensors of the rotation; gradients have the shapes of rows that nothing reads."""
+    return ctx.saved_tensors if ctx.rows else (grad_q, grad_k, *ctx.saved_tensors)
+
+
 def _save_planar(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, ctx.interleaved = inputs
-    ctx.save_for_backward(*tensors)
+    q, k, *tensors, ctx.interleaved = inputs
+    ctx.save_for_backward(*_saved_rows(ctx, q, k, slice(2, 4)), *tensors)
 
 
 def _planar_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
-    wanted = list(ctx.needs_input_grad[2:4])
-    dq, dk, *of_angles = OPS.rotate_planar_backward(grad_q, grad_k, *ctx.saved_tensors, ctx.interleaved, wanted)
+    wanted, saved = list(ctx.needs_input_grad[2:4]), _saved(ctx, grad_q, grad_k)
+    dq, dk, *of_angles = OPS.rotate_planar_backward(grad_q, grad_k, *saved, ctx.interleaved, wanted)
     return (dq, dk, *_wanted(of_angles, wanted), None, None)
 
 
 def _save_basis(ctx: Any, inputs: tuple, output: tuple) -> None:
     q, k, positions, factors, _, basis, angular, ctx.outer = inputs
-    ctx.save_for_backward(q, k, positions, factors, basis, angular)
+    ctx.save_for_backward(*_saved_rows(ctx, q, k, slice(2, 5)), positions, factors, basis, angular)
 
 
 def _basis_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
-    wanted = list(ctx.needs_input_grad[2:5])
-    dq, dk, *parameters = OPS.rotate_basis_backward(grad_q, grad_k, *ctx.saved_tensors, ctx.outer, wanted)
+    wanted, saved = list(ctx.needs_input_grad[2:5]), _saved(ctx, grad_q, grad_k)
+    dq, dk, *parameters = OPS.rotate_basis_backward(grad_q, grad_k, *saved, ctx.outer, wanted)
     return (dq, dk, *_wanted(parameters, wanted), None, None, None)
 
 
 def _save_block(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.save_for_backward(*inputs[:3])
+    q, k, table, _ = inputs
+    ctx.save_for_backward(*_saved_rows(ctx, q, k, slice(3, 4)), table)
 
 
 def _block_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
     wanted = ctx.needs_input_grad[3]
-    dq, dk, d_tangent = OPS.rotate_block_backward(grad_q, grad_k, *ctx.saved_tensors, wanted)
+    dq, dk, d_tangent = OPS.rotate_block_backward(grad_q, grad_k, *_saved(ctx, grad_q, grad_k), wanted)
     return dq, dk, None, d_tangent if wanted else None
 
 

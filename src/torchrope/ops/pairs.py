@@ -1,10 +1,12 @@
 """`Pair`, queries and keys, and their rotation by a kernel or by the reference."""
 
+import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from torchrope.ops import reference
 from torchrope.ops.backends import refuse, takes_kernels
@@ -50,15 +52,14 @@ def absent(like: Tensor) -> Tensor:
 
 
 def rotate_planar(
-    x: Pair, positions: Tensor, frequencies: Tensor | None, table: Tensor | None, interleaved: bool
+    x: Pair, positions: Tensor, frequencies: Tensor, table: Tensor | None, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
     """Rotate channel pairs by the angles  φ_i = sum_a p_a f_ai.
 
     Args:
         x: Queries and keys that fit the rotation.
         positions: `(*batch, tokens, axes)`.
-        frequencies: `(axes, heads or 1, pairs)`, radians per unit of position; None if positions are the angles
-            themselves, one axis per pair.
+        frequencies: `(axes, heads or 1, pairs)`, radians per unit of position.
         table: cos and sin `(*batch, heads or 1, tokens, 2, pairs)`, read instead of computed if given; unless it
             requires a gradient, this reaches positions and frequencies all the same.
         interleaved: Whether pair i is channels (2i, 2i + 1), or (i, i + pairs).
@@ -66,58 +67,76 @@ def rotate_planar(
     Returns:
         Rotated q and k, in the dtypes of the inputs.
     """
-    if not (positions if frequencies is None else frequencies).shape[-1]:
+    if not frequencies.shape[-1]:
         return x[:2]
+    narrow = torch.float64 not in (x.q.dtype, x.k.dtype)
+    if narrow and positions.dtype == torch.float64 and table is None:  # within a turn, float32 holds the angles
+        angles = reference.combine(positions, frequencies.to(positions.dtype))
+        turns = (angles.detach() / (2 * math.pi)).round()
+        return rotate_by_angles(x, (angles - turns * (2 * math.pi)).float(), interleaved)
     learned = table is not None and table.requires_grad
     reason = "needs a table without requires_grad, got one that requires a gradient" if learned else None
-    given = (positions,) if frequencies is None else (positions, frequencies)
-    if _takes("rotate_planar", x, positions.ndim - 2, *given, reason=reason):
-        if frequencies is None:
-            frequencies = torch.eye(positions.shape[-1], dtype=positions.dtype, device=positions.device).unsqueeze(1)
+    if _takes("rotate_planar", x, positions.ndim - 2, positions, frequencies, reason=reason):
         return _like(x, OPS.rotate_planar(_flat(x.q), _flat(x.k), positions, frequencies, table, interleaved))
     with without_autocast(x.q):
-        wide = x.widened(positions)
-        dtype = wide.q.dtype
+        dtype = x.widened(positions).q.dtype
         known = None if table is None else table.to(dtype)
-        scaled = None if frequencies is None else frequencies.to(dtype)
-        cos, sin = reference.cos_sin(positions.to(dtype), scaled, known)
+        return _by_reference(x, *reference.cos_sin(positions.to(dtype), frequencies.to(dtype), known), interleaved)
 
-        def rotated(y: Tensor) -> Tensor:
-            return reference.rotate_planar(y, cos, sin, interleaved)
 
-        return _narrowed(x, wide.separately(rotated, rotated))
+def _by_reference(x: Pair, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    def rotated(y: Tensor) -> Tensor:
+        return reference.rotate_planar(y, cos, sin, interleaved)
+
+    return _narrowed(x, x.widened(cos).separately(rotated, rotated))
 
 
 def rotate_by_angles(x: Pair, angles: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Rotate channel pairs by given angles, as `rotate_planar` does.
+    """Rotate channel pairs by given angles `(*batch, heads or 1, tokens, pairs)`, as `rotate_planar` does."""
+    if not angles.shape[-1]:
+        return x[:2]
+    with without_autocast(x.q):
+        if not _takes("rotate_planar", x, angles.ndim - 3, angles):
+            wide = angles.to(wide_dtype(x.q, x.k, angles))
+            return _by_reference(x, wide.cos(), wide.sin(), interleaved)
+        *batch, heads, tokens, pairs = angles.shape
+        table = torch.stack([angles.detach().cos(), angles.detach().sin()], dim=-2)
+        no_axes = angles.new_zeros(*batch, tokens, 0), angles.new_zeros(0, heads, pairs)
+        q, k = _like(x, OPS.rotate_planar(_flat(x.q), _flat(x.k), *no_axes, table, interleaved))
+        return _Angles.apply(q, k, x.q.detach(), x.k.detach(), angles, interleaved) if angles.requires_grad else (q, k)
 
-    Args:
-        x: Queries and keys that fit the rotation.
-        angles: `(*batch, heads or 1, tokens, pairs)`.
-        interleaved: As of `rotate_planar`.
-    """
-    heads, leading = angles.shape[-3], x.q.shape[:-3]
-    if heads == 1:
-        return rotate_planar(x, angles.squeeze(-3), None, None, interleaved)
-    if leading != x.k.shape[:-3]:
-        queries = rotate_by_angles(x.only_q(), angles, interleaved)
-        return queries[0], rotate_by_angles(x.only_k(), angles, interleaved)[1]
-    # Kernels take angles of one head per sample, so heads become samples; if all samples share the angles, samples
-    # become heads, which is a view.
-    shared = all(size == 1 for size in angles.shape[:-3])
-    sets = angles.reshape(angles.shape[-3:]) if shared else angles.expand(*leading, -1, -1, -1).flatten(0, -3)
 
-    def fold(y: Tensor) -> Tensor:  # (sets, heads of a set, tokens, head_dim)
-        groups = _flat(y).unflatten(1, (heads, y.shape[-3] // heads))
-        return groups.transpose(0, 1).flatten(1, 2) if shared else groups.flatten(0, 1)
+class _Angles(torch.autograd.Function):
+    """Rotated q and k as they are, with the gradient of the angles:  dL/dφ = sum of dy^T J y,  J the quarter turn."""
 
-    def unfold(z: Tensor, like: Tensor) -> Tensor:
-        if shared:
-            z = z.unflatten(1, (_flat(like).shape[0], like.shape[-3] // heads)).transpose(0, 1)
-        return z.reshape(like.shape)
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        rotated_q, rotated_k, q, k, angles, ctx.interleaved = inputs
+        ctx.save_for_backward(q, k, angles)
+        return rotated_q.view_as(rotated_q), rotated_k.view_as(rotated_k)
 
-    rotated = rotate_planar(Pair(fold(x.q), fold(x.k), *x[2:]), sets, None, None, interleaved)
-    return unfold(rotated[0], x.q), unfold(rotated[1], x.k)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Any, ...]:
+        q, k, angles = ctx.saved_tensors
+        total = torch.zeros_like(angles)
+        for x, grad in ((q, grad_q), (k, grad_k)):
+            if x.shape[-3]:
+                first, second = _split_pairs(x.to(angles.dtype), angles.shape[-1], ctx.interleaved)
+                of_first, of_second = _split_pairs(grad.to(angles.dtype), angles.shape[-1], ctx.interleaved)
+                along, across = of_first * first + of_second * second, of_second * first - of_first * second
+                along, across = (
+                    part.unflatten(-3, (angles.shape[-3], -1)).sum(dim=-3).sum_to_size(angles.shape)
+                    for part in (along, across)
+                )
+                total = total + across * angles.cos() - along * angles.sin()
+        return grad_q, grad_k, None, None, total, None
+
+
+def _split_pairs(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    turned = x[..., : 2 * pairs]
+    first, second = turned.unflatten(-1, (pairs, 2)).unbind(-1) if interleaved else turned.chunk(2, dim=-1)
+    return first, second
 
 
 def rotate_basis(
@@ -125,13 +144,8 @@ def rotate_basis(
 ) -> tuple[Tensor, Tensor]:
     """Rotate by  exp(s B) = U rot(s w) U^T,  s = sum_a p_a c_a,  without the outer U if only scores are used.
 
-    Args:
-        x: Queries and keys that fit the rotation.
-        positions: `(*batch, tokens, axes)`.
-        factors: c, `(axes, heads or 1, blocks)`.
-        base: B, `(heads or 1, blocks, b, b)`, b even.
-        basis: U, as base.
-        angular: w, `(heads or 1, blocks, b / 2)`.
+    Positions p `(*batch, tokens, axes)`, factors c `(axes, heads or 1, blocks)`, base B and basis U
+    `(heads or 1, blocks, b, b)`, b even, angular w `(heads or 1, blocks, b / 2)`.
     """
     if not factors.shape[-1]:
         return x[:2]
@@ -153,13 +167,9 @@ def takes_basis(x: Pair, positions: Tensor, factors: Tensor, base: Tensor) -> bo
 
 
 def rotate_block(x: Pair, table: Tensor, tangent: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Multiply channel blocks by matrices.
+    """Multiply channel blocks by a table of matrices `(*batch, heads or 1, tokens, blocks, b, b)`.
 
-    Args:
-        x: Queries and keys that fit the rotation.
-        table: `(*batch, heads or 1, tokens, blocks, b, b)`.
-        tangent: Zeros `(*batch, heads or 1, tokens, blocks, b (b - 1) / 2)` that receive the gradient of the table, as
-            returned by `exp_generators`; None if the table needs no gradient, or is not of it.
+    The tangent of `exp_generators`, if the table is of it and needs a gradient, receives it.
     """
     if not table.shape[-3]:
         return x[:2]
@@ -182,16 +192,7 @@ def _rotate_blocks(x: Pair, wide: Pair, blocks: Tensor) -> tuple[Tensor, Tensor]
 
 
 def in_basis(x: Pair, basis: Tensor, rotate: Callable[[Pair], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Rotate as  x + P (rot y - y),  y = P^T x,  which is exact at the origin; rot y if only scores are used.
-
-    Args:
-        x: Queries and keys.
-        basis: P, `(heads or 1, blocks, b, b)`, orthogonal.
-        rotate: rot.
-
-    Returns:
-        Rotated q and k, in float32 or wider, so that they are rounded once.
-    """
+    """Rotate as  x + P (rot y - y),  y = P^T x,  exact at the origin; as rot y for scores only; in float32 or wider."""
 
     def into(y: Tensor) -> Tensor:
         return reference.into_basis(y, basis)

@@ -8,17 +8,17 @@ from torch import Tensor
 from torchrope.tensors import exact_einsum
 
 
-def cos_sin(positions: Tensor, frequencies: Tensor | None, table: Tensor | None) -> tuple[Tensor, Tensor]:
+def cos_sin(positions: Tensor, frequencies: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the angles  φ_i = sum_a p_a f_ai,  each `(*batch, heads or 1, tokens, pairs)`.
 
     They are read from a table `(*batch, heads or 1, tokens, 2, pairs)` if there is one, unless positions or frequencies
-    require a gradient and the table has none. Without frequencies, positions are the angles, shared by heads.
+    require a gradient and the table has none.
     """
-    differentiable = positions.requires_grad or (frequencies is not None and frequencies.requires_grad)
+    differentiable = positions.requires_grad or frequencies.requires_grad
     if table is not None and (table.requires_grad or not differentiable):
         cos, sin = table.unbind(-2)
         return cos, sin
-    angles = positions.unsqueeze(-3) if frequencies is None else combine(positions, frequencies)
+    angles = combine(positions, frequencies)
     return angles.cos(), angles.sin()
 
 
@@ -75,10 +75,7 @@ def _rotate_blocks(x: Tensor, blocks: Tensor) -> Tensor:
 
 
 def _repeat_heads(per_head: Tensor, heads: int, dims_after_heads: int) -> Tensor:
-    """Repeat `(*batch, rotation heads, ...)` for each group of heads; a tensor of one head is returned unchanged.
-
-    `dims_after_heads` is the number of dimensions after the heads.
-    """
+    """Repeat `(*batch, rotation heads, ...)` for each group of heads, before `dims_after_heads` dimensions."""
     own_heads = per_head.shape[-1 - dims_after_heads]
     if own_heads in (1, heads):
         return per_head

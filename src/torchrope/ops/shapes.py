@@ -25,17 +25,7 @@ def fits_kernels(like: Tensor, block_size: int) -> bool:
 
 
 def require_shape(what: str, x: object, sizes: tuple[int, ...], heads_dim: int) -> None:
-    """Raise unless x is a floating-point tensor of the given sizes.
-
-    Args:
-        what: The method that returned x.
-        x: What it returned.
-        sizes: The expected shape.
-        heads_dim: The dimension of heads, which may also be 1.
-
-    Raises:
-        ValueError: another type, dtype or shape; the message has what is expected and what was received.
-    """
+    """Raise ValueError unless x, what a method returned, is a floating-point tensor of `sizes`, or 1 at `heads_dim`."""
     if isinstance(x, Tensor) and x.dtype in _FLOATS:
         shape = list(x.shape)
         if len(shape) > heads_dim and shape[heads_dim] == 1:
@@ -71,7 +61,8 @@ def _planar_fits(positions: Tensor, frequencies: Tensor, table: Tensor | None, h
     """Return whether positions `([sets,] tokens, axes)`, frequencies and table fit one another."""
     axes, heads, pairs = frequencies.shape
     *sets, tokens, own_axes = positions.shape
-    fits = len(sets) <= 1 and own_axes == axes > 0 and heads > 0 and 0 < 2 * pairs <= head_dim
+    fits = len(sets) <= 1 and own_axes == axes and heads > 0 and 0 < 2 * pairs <= head_dim
+    fits = fits and (axes > 0 or table is not None)
     return fits and (table is None or table.shape == (*sets, heads, tokens, 2, pairs))
 
 
@@ -230,17 +221,7 @@ _RULES: dict[str, tuple[Callable[..., bool], str]] = {
 
 
 def require_fit(name: str, parameters: Sequence[str], args: Sequence[Any], *, sizes: bool = True) -> None:
-    """Raise unless the arguments of an operator are floating point, on one device, and fit one another.
-
-    Args:
-        name: The operator.
-        parameters: Names of its arguments.
-        args: The arguments, all positional.
-        sizes: Whether to compare sizes.
-
-    Raises:
-        ValueError: other shapes, dtypes or devices; the message has the rule and what was received.
-    """
+    """Raise ValueError unless arguments of an operator are floating point, on one device, and fit in their sizes."""
     on_cpu = args[0].is_cpu
     for parameter, x in zip(parameters, args, strict=True):
         if not isinstance(x, Tensor):

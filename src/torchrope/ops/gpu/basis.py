@@ -92,11 +92,7 @@ def rotate_basis_backward(
 
 
 def _run(vectors: Vectors, given: Sequence[Tensor], wanted: Sequence[bool] = (False,) * 3) -> list[Tensor | None]:
-    """Rotate by programs for groups of blocks that fill a tile, rotation heads and tokens.
-
-    A matrix for each token is computed if many vectors share it, or for gradients; otherwise tiles of tokens are
-    rotated in the basis. In the backward pass return the gradients to positions and, for each axis, to  c w,  and G.
-    """
+    """Rotate tiles of blocks: by a matrix for each token if many vectors share it, otherwise in the basis."""
     source, out, x = vectors
     positions, _, basis, angular = arguments = [parameter.contiguous() for parameter in given]
     (sets, tokens, axes), (heads, blocks, b, _) = positions.shape, basis.shape

@@ -168,11 +168,7 @@ def _exp_kernel(
 
 @triton.jit
 def _near(exponent, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Scale exponents to norms below 2^40, above which float32 angles have no correct digit; set non-finite ones to 0.
-
-    Returns:
-        The tile, and whether the matrix of each row is finite [WIDTH].
-    """
+    """Scale exponents to norms below 2^40, above which no digit is correct; return also which rows are finite."""
     slot = tl.arange(0, WIDTH) // BLOCK
     own = slot[:, None] == slot[None, :]
     bits = exponent.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # ordered as the absolute values, infinity and NaN last

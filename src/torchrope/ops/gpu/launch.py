@@ -27,6 +27,15 @@ VARYING = [*SIZES, *STRIDES, "r_set", "r_head", "r_token"]
 """Arguments of kernels that Triton must not specialise on; never tensors, whose alignment speeds up accesses."""
 
 
+def interprets_bfloat16() -> bool:
+    """Return whether Triton's interpreter multiplies bfloat16 as numbers, which those of its releases do not."""
+    from triton.runtime import interpreter
+
+    one = interpreter.TensorHandle(torch.full((1, 1), 0x3F80).short().numpy().view("uint16"), tl.bfloat16)
+    zero = interpreter.TensorHandle(torch.zeros(1, 1).numpy(), tl.float32)
+    return interpreter.interpreter_builder.create_dot(one, one, zero, None, 0).data.item() == 1.0
+
+
 def on_sides(
     run: Callable[..., Sequence[Tensor | None]],
     sides: tuple[Tensor, Tensor],
@@ -34,19 +43,7 @@ def on_sides(
     shapes: Iterable[Sequence[int]] = (),
     wanted: Sequence[bool] = (),
 ) -> tuple[Tensor, ...]:
-    """Rotate q and k, or rotate their gradients back and sum the gradients to parameters over q and k.
-
-    Args:
-        run: Called with the vectors to rotate, those to write, and x in a backward pass, else None; returns gradients
-            to the parameters, None for those that are not wanted.
-        sides: q and k; a side without elements costs nothing.
-        grads: Gradients of the rotated q and k.
-        shapes: Of the parameters.
-        wanted: Whether to return the gradient of each parameter.
-
-    Returns:
-        The results of both sides in their dtypes, and float32 gradients to the parameters, empty if not wanted.
-    """
+    """Rotate q and k, or gradients back, by `run(vectors, out, x or None)`; sum its gradients to the parameters."""
     outputs, gradients = [], []
     for side, vectors in enumerate(sides):
         x = contiguous_channels(vectors)
@@ -78,19 +75,8 @@ def launch(
 ) -> list[Tensor | None]:
     """Run a kernel on vectors `(batch, heads, tokens, channels)`; return the sums of what its programs store.
 
-    Args:
-        kernel: Takes vectors, arguments, parts, strides of the vectors, tokens, heads, sets, samples of a set, heads of
-            a group that shares a rotation, splits, sizes and constants.
-        vectors: Read and written by the kernel, the first one not None.
-        arguments: Further tensors and numbers.
-        heads: Rotation heads.
-        sets: Sets of positions or matrices.
-        programs: Programs, each of which is split.
-        splits: Into how many programs each is split.
-        sizes: Further sizes.
-        parts: The shapes of gradients that the programs store, the first dimension summed.
-        wanted: Which of the parts to compute; the kernel gets None for the others.
-        constants: constexpr arguments and the number of warps.
+    It takes vectors, arguments, parts (None if not wanted), strides, tokens, heads, sets, samples of a set, heads of a
+    group that shares a rotation, splits, sizes and constants; each of `programs` is split, and sums are over splits.
     """
     source, *others = vectors
     assert source is not None

@@ -38,7 +38,7 @@ On an H200 nearly the fastest that `benchmarks/gpu.py` compares.
 def rotate_planar(q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """Rotate channel pairs counter-clockwise by  φ_i = sum_a p_a f_ai,  other channels pass bit-identically.
 
-    A table is ignored, because computing cos and sin is faster than reading them.
+    A table is read only for angles without axes: computing cos and sin is faster.
     """
     return on_sides(_on_side((False, False), *args), (q, k))
 
@@ -58,6 +58,7 @@ def _on_side(
     """Return a function that rotates a side, or its gradient back, for `on_sides`."""
     positions, frequencies = with_batch_dim(positions, 3).contiguous(), frequencies.contiguous()
     (sets, tokens, axes), (_, heads, pairs) = positions.shape, frequencies.shape
+    table = None if axes or table is None else table.contiguous()
 
     def run(source: Tensor, out: Tensor, x: Tensor | None) -> list[Tensor | None]:
         channels = source.shape[-1]
@@ -68,7 +69,8 @@ def _on_side(
         splits = splits_of(programs, rows_of(source, sets, heads), PROGRAMS)
         angle_parts = (splits * heads, *positions.shape), (splits * sets * tiles, *frequencies.shape)
         return launch(
-            _rotate_kernel, (source, out, x if any(wanted) else None), (positions, frequencies), heads, sets, programs,
+            _rotate_kernel, (source, out, x if any(wanted) else None), (positions, frequencies, table), heads, sets,
+            programs,
             splits, (), angle_parts, wanted,
             BACK=x is not None, HALVES=not interleaved, AXES=axes, TOKENS=height, WIDTH=width // 2,
             PAIRS=pairs, CHANNELS=channels, STAGES=STAGES, num_warps=WARPS,
@@ -79,7 +81,7 @@ def _on_side(
 
 @triton.jit(do_not_specialize=VARYING)
 def _rotate_kernel(
-    source, out, x, positions, frequencies, per_position, per_frequency,
+    source, out, x, positions, frequencies, table, per_position, per_frequency,
     source_sample, source_head, source_token, out_sample, out_head, out_token, x_sample, x_head, x_token,
     tokens, heads, sets, samples, group, splits,
     BACK: tl.constexpr, UNIT: tl.constexpr, HALVES: tl.constexpr, AXES: tl.constexpr,
@@ -97,11 +99,17 @@ def _rotate_kernel(
     first, second, has_first, has_second = _channels(pair[None, :], HALVES, PAIRS, CHANNELS)
     inside_first = real & has_first
     inside_second = real & has_second
-    angles = weighted_positions(
-        positions, frequencies, place, head, heads, PAIRS, token, tokens, pair, pair < PAIRS, AXES, TOKENS, WIDTH
-    )
-    cos = tl.cos(angles)
-    sin = tl.sin(angles)
+    if AXES == 0:
+        row = (tl.cast(place, tl.int64) * heads + head) * tokens + token
+        entry = table + 2 * PAIRS * row[:, None] + pair[None, :]
+        cos = tl.load(entry, mask=real & is_rotated, other=1.0)
+        sin = tl.load(entry + PAIRS, mask=real & is_rotated, other=0.0)
+    else:
+        angles = weighted_positions(
+            positions, frequencies, place, head, heads, PAIRS, token, tokens, pair, pair < PAIRS, AXES, TOKENS, WIDTH
+        )
+        cos = tl.cos(angles)
+        sin = tl.sin(angles)
     if BACK:
         sin = -sin
     grad_angles = tl.zeros((TOKENS, WIDTH), tl.float32)

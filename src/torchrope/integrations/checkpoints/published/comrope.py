@@ -146,11 +146,9 @@ def _take_generators(
 
 
 def _looked_up(source: Checkpoint, points: Tensor, dim: int) -> Tensor:
-    """Evaluate the published look-up of the class token and of patches `(1 + patches, dim)` in the position table.
-
-    ComRoPE's code passes (0, row, column) to grid_sample, which expects the last axis first. A two-dimensional table is
-    therefore always sampled at its middle column. This is reproduced, because the checkpoints were trained with it.
-    """
+    """Evaluate the published look-up of the class token and of patches `(1 + patches, dim)` in the position table."""
+    # ComRoPE's code passes (0, row, column) to grid_sample, which expects the last axis first: a two-dimensional table
+    # is sampled at its middle column, and checkpoints were trained with that.
     table = source.take(_TABLE, (*source.shape(_TABLE, 4)[:3], dim)).double()
     coordinates = 2 * prefix(points, 1)  # the image spans [-1, 1]
     coordinates = functional.pad(coordinates, (3 - coordinates.shape[1], 0))
