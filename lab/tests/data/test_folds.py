@@ -23,6 +23,13 @@ def folded(name: str, folds: int, **settings: Any) -> list[Any]:
     return [first.with_settings(data_config(name, folds=folds, fold=fold, **settings)) for fold in range(folds)]
 
 
+def settings_of(name: str, folder: Path) -> dict[str, Any]:
+    """Return the settings of a small set, which is written once."""
+    root = folder / name
+    written = {"root": str(root if root.exists() else MINIATURES[name](root))} if name in MINIATURES else {}
+    return OPTIONS.get(name, {}) | written | ({"train_size": 100, "val_size": 30} if name == "digits" else {})
+
+
 def ids(part: Any) -> list[Any]:
     """Return what identifies the examples of a set: their names, else their values."""
     return [name for name, _ in part.samples] if hasattr(part, "samples") else [bytes(x.numpy()) for x in part.inputs]
@@ -37,8 +44,7 @@ SOURCES = ("digits", "images", "cifar10", "videos", "volumes", "points")
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_every_example_is_held_out_once_and_trained_on_in_the_other_folds(name: str, tmp_path: Path) -> None:
-    settings = {**OPTIONS.get(name, {}), **({"root": str(MINIATURES[name](tmp_path))} if name in MINIATURES else {})}
-    settings |= {"train_size": 100, "val_size": 30} if name == "digits" else {}
+    settings = settings_of(name, tmp_path)
     whole = make_data(data_config(name, **settings))._made_datasets()
     examples = Counter(ids(whole[0]) + ids(whole[1]))
     parts = [data._made_datasets() for data in folded(name, 2, **settings)]
@@ -59,13 +65,25 @@ def test_classes_are_spread_evenly_over_folds_of_equal_size() -> None:
     assert (counts.amax(0) - counts.amin(0) <= 1).all()
 
 
-def test_folds_do_not_depend_on_who_reads_the_data() -> None:
-    settings = dict(train_size=100, val_size=30)
-    for data in folded("digits", 3, **settings):
-        again = make_data(data_config("digits", folds=3, fold=data.config.fold, **settings))
-        assert again.fingerprint == data.fingerprint
-    other = make_data(data_config("digits", folds=3, split_seed=1, **settings))
-    assert other.fingerprint != folded("digits", 3, **settings)[0].fingerprint
+@pytest.mark.parametrize("name", SOURCES)
+def test_folds_do_not_depend_on_who_reads_the_data(name: str, tmp_path: Path) -> None:
+    settings = settings_of(name, tmp_path)
+    first = make_data(data_config(name, folds=2, **settings))
+    hashes = [first.fingerprint]  # computed before the others are made of it
+    for fold in (1, 0):
+        config = data_config(name, folds=2, fold=fold, **settings)
+        hashes.append(first.with_settings(config).fingerprint)
+        assert make_data(config).fingerprint == hashes[-1]
+    assert hashes[0] == hashes[2] != hashes[1]
+    assert make_data(data_config(name, folds=2, split_seed=1, **settings)).fingerprint not in hashes
+
+
+def test_folds_at_another_size_are_read_at_that_size(tmp_path: Path) -> None:
+    first, _ = folded("images", 2, **settings_of("images", tmp_path), size=16)
+    larger = first.at_size(24)
+    second = larger.with_settings(data_config("images", folds=2, fold=1, **settings_of("images", tmp_path), size=24))
+    assert {tuple(image.shape) for part in second._made_datasets() for image, _ in part} == {(3, 24, 24)}
+    assert second.fingerprint != first.fingerprint
 
 
 def test_held_out_examples_are_in_the_order_of_all_examples() -> None:

@@ -19,8 +19,9 @@ from torchrope_lab.studies.config import CompareConfig
 from torchrope_lab.studies.engine import study as study_module
 from torchrope_lab.studies.engine.config import StudyConfig
 from torchrope_lab.studies.engine.folds import in_folds, pooled
-from torchrope_lab.studies.engine.runs import Run
+from torchrope_lab.studies.engine.runs import Job, Run
 from torchrope_lab.studies.engine.study import Lab, find_study, run_study
+from torchrope_lab.studies.engine.workers import run_job
 from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
 
 QUIET = Console(file=io.StringIO())
@@ -89,6 +90,14 @@ def test_interrupted_folds_resume_to_the_same_numbers(out: Path) -> None:
     assert numbers(compared(out)) == before
     assert files[0].exists()
     assert {file: file.stat().st_mtime_ns for file in kept} == kept
+
+
+def test_folds_that_other_processes_trained_in_any_order_are_resumed(tmp_path: Path) -> None:
+    lab = Lab(StudyConfig(**{**SETTINGS, "seeds": 1}, out=str(tmp_path)), (), QUIET)
+    for run in reversed(in_folds(lab.runs(["none"]))):
+        run_job(Job(run), lab.store.folder)  # as in a process that has read the data for another fold
+    [trained] = lab.train(lab.runs(["none"]))
+    assert len(trained.labels) == 90
 
 
 def test_run_with_a_fold_missing_is_left_out(out: Path) -> None:

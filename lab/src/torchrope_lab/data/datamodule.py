@@ -162,9 +162,7 @@ class DataModule(pl.LightningDataModule, ABC):
             return self
         if not config.folds or replace(config, fold=self.config.fold) != self.config:
             return None
-        other = copy(self)
-        other.config, other._datasets = config, None
-        return other
+        return self._copied(config)
 
     @property
     def slug(self) -> str:
@@ -178,10 +176,18 @@ class DataModule(pl.LightningDataModule, ABC):
 
     def _with_validation(self: Made, size: int, val: Dataset) -> Made:
         """Return a copy with other validation examples, of another size."""
-        other = copy(self)
-        other.config = replace(self.config, size=size)
+        train, _ = self._made_datasets()
+        other = self._copied(replace(self.config, size=size))
         other.input_size = (*self.input_size[:-2], size, size)
-        other._datasets = (self._made_datasets()[0], val)
+        other._datasets, other._unfolded = (train, val), None  # its folds are read at that size
+        return other
+
+    def _copied(self: Made, config: DataConfig) -> Made:
+        """Return a copy with other settings, without what describes the sets of these."""
+        other = copy(self)
+        other.config, other._datasets = config, None
+        for name in [name for name in vars(other) if isinstance(getattr(type(self), name, None), cached_property)]:
+            del vars(other)[name]
         return other
 
     @property
