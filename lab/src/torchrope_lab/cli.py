@@ -20,6 +20,7 @@ from torchrope_lab.files import EVALUATION
 from torchrope_lab.mistakes import Mistake, is_mistake
 from torchrope_lab.options import REPLACED, Parsed, parse
 from torchrope_lab.schema import PositiveFloat, PositiveInt
+from torchrope_lab.training.signals import interrupted_by_signals
 
 HELP = """\
 usage: torchrope COMMAND [options]
@@ -180,6 +181,7 @@ def _add_dry_run(parser: Any) -> None:
     parser.add_argument("--dry-run", action=ReadBefore, help=listed)
 
 
+@interrupted_by_signals()
 def _compare(arguments: list[str]) -> int:
     from torchrope_lab.studies.config import CompareConfig
 
@@ -199,6 +201,7 @@ def _compare(arguments: list[str]) -> int:
     return 0 if dry_run else _write_report(results.parent)
 
 
+@interrupted_by_signals()
 def _study(arguments: list[str]) -> int:
     if "--list" in arguments:
         return _list_studies()
@@ -286,6 +289,7 @@ def _parse_train(arguments: Sequence[str]) -> Parsed[Any]:
     return parse("train", TRAIN, RunConfig, arguments, add)
 
 
+@interrupted_by_signals()
 def _train(arguments: list[str]) -> int:
     parsed = _parse_train(arguments)
     _find_encodings_of(parsed, "encoding")

@@ -95,6 +95,7 @@ def test_processes_train_all_runs_one_after_the_other(train, tmp_path):
         ("mistake", ValueError, r"^an encoding must be one of .*got 'mixd'"),
         ("bug", RuntimeError, r"KeyError: 'bug'"),
         ("killed", ChildProcessError, r"must not be killed before its end, got a killed one"),
+        ("stopped", Interrupted, r"^75$"),
     ],
 )
 def test_failed_run_stops_the_others_and_starts_none(train, tmp_path, wrong, error, message):

@@ -38,8 +38,8 @@ def train(run: str, folder: Path) -> tuple[str, float]:
         resolve_encoding("mixd")
     if kind == "bug":
         raise KeyError("bug")
-    if kind == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if kind in ("killed", "stopped"):
+        os.kill(os.getpid(), signal.SIGKILL if kind == "killed" else signal.SIGTERM)
     return run, 0.0
 
 

@@ -9,6 +9,7 @@ import pickle
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,11 @@ from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import data_config
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.faults import TooManyFaults
-from torchrope_lab.training import watch
+from torchrope_lab.data.digits import Digits
+from torchrope_lab.studies import compare
+from torchrope_lab.studies.engine import runs
+from torchrope_lab.training import evaluate, watch
+from torchrope_lab.training.classifier import Classifier
 from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.guards import Diverged
 from torchrope_lab.training.interruption import EXIT_INTERRUPTED, Interrupted
@@ -54,6 +59,17 @@ def data_of(config: RunConfig) -> DataModule:
     data = make_data(config.data)
     data.setup()
     return data
+
+
+def kill(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+class In(Callback):
+    """Call a function in a hook of Lightning."""
+
+    def __init__(self, hook: str, action: Any) -> None:
+        setattr(self, hook, action)
 
 
 class AtBatch(Callback):
@@ -94,7 +110,7 @@ def test_killed_run_resumes_to_bit_identical_weights(tmp_path: Path, kind: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stopped_after", [3, 7, 8, 11])
+@pytest.mark.parametrize("stopped_after", [3, 7, 8, 11, 16])
 def test_stopped_run_saves_and_resumes_at_the_next_batch(tmp_path: Path, stopped_after: int) -> None:
     config = small_run()
     whole, curve = train(config, data_of(config), tmp_path / "whole")
@@ -112,20 +128,73 @@ def test_stopped_run_saves_and_resumes_at_the_next_batch(tmp_path: Path, stopped
     assert without_times(curve) == without_times(again)
 
 
-def test_train_command_exits_with_75_on_sigterm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seeds = torch.manual_seed
-    calls: list[int] = []
+HOOKS = ["setup", "on_train_start", "on_sanity_check_start", "on_train_epoch_start", "on_validation_start"]
+HOOKS += ["on_train_epoch_end", "on_train_end", "teardown"]
+ONE_EPOCH = replace(small_run(), optim=OptimConfig(epochs=1))
 
-    def stop_in_second_epoch(seed: int) -> Any:
-        calls.append(seed)
-        if seed == 1:  # of run 0, epoch 1
-            os.kill(os.getpid(), signal.SIGTERM)
-        return seeds(seed)
 
-    monkeypatch.setattr(torch, "manual_seed", stop_in_second_epoch)
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Any]:
+    return train(ONE_EPOCH, data_of(ONE_EPOCH), tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize(
+    "hook",
+    ["on_fit_start", "on_validation_end", "on_fit_end", *(pytest.param(hook, marks=pytest.mark.slow) for hook in HOOKS)],
+)
+def test_run_stops_wherever_the_signal_comes(
+    tmp_path: Path, whole_run: tuple[torch.nn.Module, Any], hook: str
+) -> None:
+    """In training, in the last validation, and before and after, where Lightning has handlers of its own."""
+    config, (whole, curve) = ONE_EPOCH, whole_run
+    settings = {"num_sanity_val_steps": int("sanity" in hook), "callbacks": [In(hook, kill)]}
+    with pytest.raises(Interrupted) as stopped:
+        train(config, data_of(config), tmp_path / "stopped", **settings)
+    assert stopped.value.code == EXIT_INTERRUPTED == 75
+    resumed, again = train(config, data_of(config), tmp_path / "stopped")
+    assert same_weights(whole, resumed)
+    assert without_times(curve) == without_times(again)
+
+
+PLACES = {
+    "reading the data": (Digits, "datasets"),
+    "the last validation": (Classifier, "on_validation_epoch_end"),
+    "after training": (evaluate, "predict"),
+    "measuring": (compare, "read_robustness"),
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "place"),
+    [
+        ("train", "after training"),
+        ("compare", "reading the data"),
+        ("compare", "the last validation"),
+        *(pytest.param("train", place, marks=pytest.mark.slow) for place in [*PLACES][:2]),
+        *(pytest.param("compare", place, marks=pytest.mark.slow) for place in [*PLACES][2:]),
+        *(pytest.param(f"study {name}", [*PLACES][1], marks=pytest.mark.slow) for name in ("accuracy", "finetune")),
+    ],
+)
+def test_commands_exit_with_75_and_start_no_further_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, place: str
+) -> None:
+    owner, name = PLACES[place]
+    function = getattr(owner, name)
+
+    def killed(*arguments: Any, **options: Any) -> Any:
+        result = function(*arguments, **options)
+        with suppress(SystemExit):  # as where it comes while Python collects garbage
+            kill()
+        return result
+
+    for module in (owner, *([runs] if name == "predict" else [])):
+        monkeypatch.setattr(module, name, killed)
+    several = [] if command == "train" else ["--encodings=axial,mixed", "--seeds=2"]
+    options = [each for each in OPTIONS if command == "train" or "trainer" not in each]
     with pytest.raises(SystemExit) as stopped:
-        main(["train", *OPTIONS, "--data.batch_size=10", "--epochs=2", "--out", str(tmp_path)])
+        main([*command.split(), *options, *several, "--epochs=1", "--out", str(tmp_path)])
     assert stopped.value.code == 75
+    assert len(list(tmp_path.glob("runs/*/config.yaml"))) <= 1
 
 
 def test_run_with_one_batch_per_epoch_stops_at_the_end_of_the_epoch(tmp_path: Path) -> None:

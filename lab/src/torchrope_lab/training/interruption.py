@@ -62,9 +62,11 @@ class SaveOnSignal(Checkpoint):
             report(f"a checkpoint was saved, run the same command to resume: {self.folder}", self.received)
         raise Interrupted(EXIT_INTERRUPTED)
 
-    def on_train_end(self, *_: Any) -> None:
-        """Restore the previous signal handlers."""
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Restore the previous signal handlers, and exit if a signal came after the last batch had begun."""
         self._restore()
+        if self._is_asked(trainer, wait=True):
+            self._stop(trainer)
 
     def on_exception(self, *_: Any) -> None:
         """Restore the previous signal handlers."""

@@ -43,6 +43,7 @@ from torchrope_lab.training.initial import initialise
 from torchrope_lab.training.interruption import Interrupted, SaveOnSignal
 from torchrope_lab.training.models import build_for_costs, build_model
 from torchrope_lab.training.module import Module
+from torchrope_lab.training.signals import interrupted_by_signals
 from torchrope_lab.training.sizes import training_sizes
 from torchrope_lab.training.skipped import KeepSkipped
 from torchrope_lab.training.watch import Speed, count_tokens, log_settings, loggers
@@ -69,6 +70,7 @@ EXAMPLES = "data.json"
 PRECISIONS: dict[str, Any] = {"float32": "32-true", "bf16": "bf16-mixed"}
 
 
+@interrupted_by_signals()
 def train(
     config: RunConfig,
     data: DataModule,

@@ -19,6 +19,10 @@ class Interrupted(SystemExit):
     """A signal stopped the run after it saved a checkpoint."""
 
 
+_BLOCKS: list[list[int]] = []
+"""The signals that came in each block of `interrupted_by_signals` that runs, the innermost last."""
+
+
 @contextmanager
 def interrupted_by_signals() -> Iterator[None]:
     """Raise `Interrupted` in the block on SIGTERM and SIGUSR1; on Slurm, requeue the job on SIGUSR1 when it has ended.
@@ -29,17 +33,26 @@ def interrupted_by_signals() -> Iterator[None]:
 
     def interrupt(number: int, _: Any) -> None:
         received.append(number)
-        raise Interrupted(EXIT_INTERRUPTED)
+        raise_if_interrupted()
 
+    _BLOCKS.append(received)
     replaced = replace_handlers(interrupt)
     try:
         yield
+        raise_if_interrupted()
     except Interrupted:
-        if received:  # otherwise a run in this process has reported it
+        if received:  # otherwise a run or a block in this one reports it
             report("run the same command to resume", received[0])
         raise
     finally:
         restore_handlers(replaced)
+        _BLOCKS.pop()
+
+
+def raise_if_interrupted() -> None:
+    """Raise `Interrupted` if a signal came in a block that runs: what it interrupted may have caught the exception."""
+    if any(_BLOCKS):
+        raise Interrupted(EXIT_INTERRUPTED)
 
 
 def replace_handlers(handler: Any) -> dict[int, Any]:

@@ -60,11 +60,11 @@ class Failure:
     """An error in another process, as its result.
 
     Attributes:
-        error: The error to raise: a user's mistake as it was; a bug as RuntimeError, whose message is its traceback.
+        error: The error to raise: a user's mistake or a signal as it was; a bug as RuntimeError with its traceback.
         trace: The traceback of a mistake in the other process.
     """
 
-    error: Exception
+    error: BaseException
     trace: str = ""
 
 
@@ -145,11 +145,12 @@ class LocalExecutor(AbstractContextManager["LocalExecutor"]):
             try:
                 handle.answer = connection.recv()
             except (EOFError, OSError):
+                process = self.workers.pop(connection)
+                process.join()
                 killed = "a killed one, perhaps for lack of memory: lower --parallel; the same command resumes"
-                handle.answer = Failure(
-                    ChildProcessError(f"the process of a run must not be killed before its end, got {killed}")
-                )
-                self.workers.pop(connection).join()
+                rule = f"the process of a run must not be killed before its end, got {killed}"
+                stopped = process.exitcode == EXIT_INTERRUPTED
+                handle.answer = Failure(Interrupted(EXIT_INTERRUPTED) if stopped else ChildProcessError(rule))
 
     def cancel(self, handle: LocalHandle) -> None:
         """Remove a call from the queue, or send SIGTERM to its process."""

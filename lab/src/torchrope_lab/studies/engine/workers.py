@@ -15,7 +15,7 @@ from torchrope_lab.studies.engine.executors import Handle, Item, LocalExecutor, 
 from torchrope_lab.studies.engine.runs import Job, Run, Store
 from torchrope_lab.studies.progress import StudyProgress
 from torchrope_lab.studies.slurm import parse_slurm, slurm_executor
-from torchrope_lab.training.signals import interrupted_by_signals
+from torchrope_lab.training.signals import interrupted_by_signals, raise_if_interrupted
 
 _POLL_SECONDS = 1.0
 
@@ -44,7 +44,12 @@ def run_calls(
         Interrupted: a signal, SIGTERM or SIGUSR1, stopped the calls after saving; the same call resumes.
         KeyboardInterrupt: Ctrl-C stopped the calls; the same call resumes from their last checkpoints.
     """
-    collect = partial(run_all, on_result=on_result, on_poll=on_poll)
+
+    def keep(item: Item, result: Any) -> None:
+        on_result(item, result)
+        raise_if_interrupted()
+
+    collect = partial(run_all, on_result=keep, on_poll=on_poll)
     handles: dict[Handle, Item]
     with interrupted_by_signals():
         if config.slurm is not None:
