@@ -29,8 +29,8 @@ from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import data_config
 from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.data.faults import TooManyFaults
 from torchrope_lab.data.digits import Digits
+from torchrope_lab.data.faults import TooManyFaults
 from torchrope_lab.studies import compare
 from torchrope_lab.studies.engine import runs
 from torchrope_lab.training import evaluate, watch
@@ -128,8 +128,8 @@ def test_stopped_run_saves_and_resumes_at_the_next_batch(tmp_path: Path, stopped
     assert without_times(curve) == without_times(again)
 
 
-HOOKS = ["setup", "on_train_start", "on_sanity_check_start", "on_train_epoch_start", "on_validation_start"]
-HOOKS += ["on_train_epoch_end", "on_train_end", "teardown"]
+SLOW = ["setup", "on_train_start", "on_sanity_check_start", "on_train_epoch_start", "on_validation_start"]
+SLOW += ["on_train_epoch_end", "on_train_end", "teardown"]
 ONE_EPOCH = replace(small_run(), optim=OptimConfig(epochs=1))
 
 
@@ -140,11 +140,9 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module
 
 @pytest.mark.parametrize(
     "hook",
-    ["on_fit_start", "on_validation_end", "on_fit_end", *(pytest.param(hook, marks=pytest.mark.slow) for hook in HOOKS)],
+    ["on_fit_start", "on_validation_end", "on_fit_end", *(pytest.param(hook, marks=pytest.mark.slow) for hook in SLOW)],
 )
-def test_run_stops_wherever_the_signal_comes(
-    tmp_path: Path, whole_run: tuple[torch.nn.Module, Any], hook: str
-) -> None:
+def test_run_stops_wherever_the_signal_comes(tmp_path: Path, whole_run: tuple[torch.nn.Module, Any], hook: str) -> None:
     """In training, in the last validation, and before and after, where Lightning has handlers of its own."""
     config, (whole, curve) = ONE_EPOCH, whole_run
     settings = {"num_sanity_val_steps": int("sanity" in hook), "callbacks": [In(hook, kill)]}

@@ -1,10 +1,7 @@
 """Training: schedule, weight decay, resuming, evaluation and costs."""
 
-import io
 import math
 import os
-import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -122,69 +119,6 @@ def test_run_resumes_within_an_epoch_with_every_optimizer(tmp_path: Path, optimi
     config = stopped_run(tmp_path, optimizer)
     _, history = train(config, data_of(config), tmp_path)
     assert [row["epoch"] for row in history.rows] == [1, 2]
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
-    folder = tmp_path_factory.mktemp("stopped")
-    return stopped_run(folder), folder
-
-
-MISSING = object()
-PROGRESS = "loops fit_loop epoch_loop.batch_progress"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "place",
-    [
-        "epoch",
-        pytest.param("global_step", marks=pytest.mark.slow),
-        pytest.param("pytorch-lightning_version", marks=pytest.mark.slow),
-        pytest.param("state_dict", marks=pytest.mark.slow),
-        "state_dict model.head.weight",
-        pytest.param("loops", marks=pytest.mark.slow),
-        pytest.param("loops fit_loop", marks=pytest.mark.slow),
-        f"{PROGRESS} current processed",
-        pytest.param(f"{PROGRESS} total ready", marks=pytest.mark.slow),
-        pytest.param("callbacks", marks=pytest.mark.slow),
-        pytest.param("callbacks History rows", marks=pytest.mark.slow),
-        "callbacks History rows 0 epoch",
-        pytest.param("callbacks History sums", marks=pytest.mark.slow),
-        pytest.param("callbacks History seconds", marks=pytest.mark.slow),
-        pytest.param("callbacks SeedEpoch generators", marks=pytest.mark.slow),
-        "callbacks SeedEpoch generators 0 torch",
-        pytest.param("callbacks AveragedWeights latest_update_step", marks=pytest.mark.slow),
-        pytest.param("current_model_state model.head.weight", marks=pytest.mark.slow),
-        pytest.param("optimizer_states", marks=pytest.mark.slow),
-        pytest.param("optimizer_states 0 param_groups", marks=pytest.mark.slow),
-        pytest.param("optimizer_states 0 param_groups 0 betas", marks=pytest.mark.slow),
-        "optimizer_states 0 state 0 exp_avg",
-        pytest.param("optimizer_states 0 state 0 step", marks=pytest.mark.slow),
-        pytest.param("lr_schedulers 0 base_lrs", marks=pytest.mark.slow),
-        "lr_schedulers 0 last_epoch",
-    ],
-)
-def test_checkpoint_of_another_structure_raises_before_a_step(
-    tmp_path: Path, stopped: tuple[RunConfig, Path], place: str
-) -> None:
-    config, folder = stopped
-    file = shutil.copytree(folder, tmp_path / "run") / "within-epoch.ckpt"
-    whole = file.read_bytes()
-    *above, last = [int(word) if word.isdecimal() else word for word in place.split()]
-    optional = last in ("seconds", "sums", "generators", "latest_update_step")
-    message = rf"^a checkpoint must be complete, got a damaged one; delete it: {re.escape(str(file))}$"
-    for value in [torch.zeros(3), "text", *([] if optional else [MISSING])]:
-        saved = torch.load(io.BytesIO(whole), weights_only=True)
-        part = saved
-        for key in above:
-            part = part[key]
-        part[last] = value
-        if value is MISSING:
-            del part[last]
-        torch.save(saved, file)
-        with pytest.raises(ValueError, match=message):
-            train(config, data_of(config), file.parent, on_epoch=lambda _: pytest.fail("trained"))
 
 
 @pytest.mark.parametrize("content", ["- a list\n", "encoding: mixed\n"])

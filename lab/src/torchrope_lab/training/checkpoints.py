@@ -119,90 +119,14 @@ def read(path: Path) -> dict[str, Any]:
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         migrate_checkpoint(saved)  # as Lightning will
-        counts = [saved[name] for name in ("epoch", "global_step", "loops")]
-        valid = all(map(_are_counts, [*counts, saved["loops"]["fit_loop"][BATCHES]["current"]["processed"]]))
-        valid = valid and all(isinstance(weight, Tensor) for weight in saved["state_dict"].values())
+        complete = {"epoch", "global_step", "loops", "state_dict"} <= saved.keys()
     except (OSError, MemoryError):
         raise
     except Exception:
-        valid = False
-    if not valid:
-        raise damaged(path)
+        complete = False
+    if not complete:
+        raise Mistake(f"a checkpoint must be complete, got a damaged one; delete it: {path}")
     return saved
-
-
-def check_resumable(path: Path, trainer: pl.Trainer, module: Any) -> None:
-    """Check that a checkpoint has the names and shapes of a run: Lightning copies what it reads without such a test.
-
-    Args:
-        path: The checkpoint.
-        trainer: The run's Trainer, with its callbacks.
-        module: The run's module.
-
-    Raises:
-        ValueError: its weights, optimiser, schedule, loops or callbacks are not those of the run.
-    """
-    saved, weights = read(path), module.state_dict()
-    optimizer, schedule = module.build_optimizer_and_schedule(total=1)
-    expected = {
-        "loops": {"fit_loop": trainer.fit_loop.state_dict()},
-        "optimizer_states": [{"param_groups": optimizer.state_dict()["param_groups"]}],
-        "lr_schedulers": [schedule.state_dict()],
-    }
-    try:
-        states = [saved[name] for name in ("state_dict", "current_model_state") if name in saved]
-        fits = _same_structure(expected, saved) and _moments_fit(optimizer, saved["optimizer_states"][0]["state"])
-        fits = fits and all(state.keys() == weights.keys() and _same_structure(weights, state) for state in states)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if (state := saved["callbacks"].get(callback.state_key)) is not None:
-                callback.load_state_dict(state)
-    except Exception:
-        fits = False
-    if not fits:
-        raise damaged(path)
-
-
-def damaged(path: Path) -> Mistake:
-    """Build the error for a checkpoint from which no run can resume."""
-    return Mistake(f"a checkpoint must be complete, got a damaged one; delete it: {path}")
-
-
-def _are_counts(value: Any) -> bool:
-    """Return whether a value, or every leaf of nested dicts, is a count: an integer from 0 to 2^60."""
-    if isinstance(value, dict):
-        return all(map(_are_counts, value.values()))
-    return isinstance(value, int) and 0 <= value < 2**60
-
-
-def _same_structure(expected: Any, stored: Any) -> bool:
-    """Return whether two nested values have the same keys, types and shapes; a 0-d tensor counts as a number.
-
-    Flags may be missing in `stored`: new versions of PyTorch add some, and load files without them.
-    """
-    if isinstance(expected, dict):
-        common = all(_same_structure(expected[key], stored[key]) for key in expected if key in stored)
-        return common and all(isinstance(expected[key], bool | None) for key in expected if key not in stored)
-    if isinstance(expected, list | tuple):
-        same_length = isinstance(stored, list | tuple) and len(expected) == len(stored)
-        return same_length and all(map(_same_structure, expected, stored))
-    is_number = isinstance(expected, int | float | Tensor) and not isinstance(expected, bool)
-    kinds = (int, float, Tensor) if is_number else type(expected)
-    return isinstance(stored, kinds) and _shape(expected) == _shape(stored)
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(value.shape) if isinstance(value, Tensor) else ()
-
-
-def _moments_fit(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, Any]]) -> bool:
-    """Return whether the moments of all weights have the same names, and the shapes of their weights."""
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    names = {frozenset(moments) for moments in state.values()}
-    return len(names) <= 1 and all(
-        _same_structure(0.0 if name == "step" else weights[number], value)
-        for number, moments in state.items()
-        for name, value in moments.items()
-    )
 
 
 def write_weights(path: Path, weights: dict[str, Tensor], header: dict[str, str]) -> None:

@@ -7,7 +7,6 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
 from torchrope_lab.training.config import OptimConfig
@@ -82,14 +81,10 @@ class Module(pl.LightningModule):
         """Reset the mean loss."""
         self.train_loss.reset()
 
-    def build_optimizer_and_schedule(self, total: int) -> tuple[torch.optim.Optimizer, LambdaLR]:
-        """Build the optimiser, and the learning-rate schedule over `total` steps."""
-        optimizer = build_optimizer(self.model, self.optim)
-        return optimizer, build_schedule(optimizer, self.optim, total)
-
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Build the optimiser, and the learning-rate schedule with one update per step."""
-        optimizer, schedule = self.build_optimizer_and_schedule(int(self.trainer.estimated_stepping_batches))
+        optimizer = build_optimizer(self.model, self.optim)
+        schedule = build_schedule(optimizer, self.optim, int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 

@@ -28,7 +28,6 @@ from torchrope_lab.training.checkpoints import (
     WEIGHTS,
     SaveCheckpoints,
     WholeCheckpoints,
-    check_resumable,
     newest,
     read_weights,
 )
@@ -147,8 +146,6 @@ def train(
                 _check_examples(folder, data, "training goes on with these")
             write_whole(folder / EXAMPLES, json.dumps(_examples_of(data)))
             log_settings(trainer.loggers, config, folder)
-        if resume is not None:
-            check_resumable(resume, trainer, module)
         try:
             trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
         except Interrupted:
