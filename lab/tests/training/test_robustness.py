@@ -9,7 +9,7 @@ import pickle
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,10 @@ from torchrope_lab.data.digits import Digits
 from torchrope_lab.data.faults import TooManyFaults
 from torchrope_lab.studies import compare
 from torchrope_lab.studies.engine import runs
+from torchrope_lab.studies.engine.runs import Run
 from torchrope_lab.training import evaluate, watch
 from torchrope_lab.training.classifier import Classifier
-from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
+from torchrope_lab.training.config import MAY_CHANGE, ExecutionConfig, ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.guards import Diverged
 from torchrope_lab.training.interruption import EXIT_INTERRUPTED, Interrupted
 from torchrope_lab.training.run import load, train
@@ -724,9 +725,68 @@ def test_logger_without_its_package_raises_one_line(tmp_path: Path, monkeypatch:
         train(small_run(logs=["wandb"]), data_of(small_run()), tmp_path)
 
 
-def test_resumed_run_may_change_scale_settings_only(tmp_path: Path) -> None:
-    train(small_run(), data_of(small_run()), tmp_path)
-    train(small_run(checkpoint_every=5, on_nan="skip"), data_of(small_run()), tmp_path)
-    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["run"]["checkpoint_every"] == 5
+CHANGES = {
+    "run.compile": True,
+    "run.checkpoint_every": 5,
+    "run.on_nan": "skip",
+    "run.divergence_factor": 20.0,
+    "run.logs": ["csv"],
+    "run.peak_tflops": 1.0,
+    "data.root": "moved",
+    "data.labels": "moved/labels.csv",
+    "data.workers": 1,
+    "data.prefetch": 3,
+    "data.cache_gib": 0.0,
+    "data.max_skipped": 1,
+    "model.checkpoint_layers": True,
+}
+
+
+def changed(config: Any, name: str, value: object) -> Any:
+    part, setting = name.split(".")
+    return replace(config, **{part: replace(getattr(config, part), **{setting: value})})
+
+
+def test_settings_that_change_no_number_are_the_same_for_runs_and_resumed_folders() -> None:
+    config = RunConfig(data=data_config("volumes"))
+    assert {*CHANGES} == {*MAY_CHANGE}
+    for name, value in CHANGES.items():
+        assert Run(changed(config, name, value)).key == Run(config).key, name
+    for name, value in {"run.precision": "bf16", "data.size": 8, "optim.lr": 1e-5}.items():
+        assert Run(changed(config, name, value)).key != Run(config).key, name
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_moved_and_otherwise_loaded_data_resume_unless_the_examples_differ(tmp_path: Path, finished: bool) -> None:
+    def config(root: Path, **changes: object) -> RunConfig:
+        data = data_config("images", root=str(root), size=8, train_size=20, batch_size=10, **changes)
+        return replace(small_run(checkpoint_every=1), data=data, optim=OptimConfig(epochs=1))
+
+    run, (one, other) = tmp_path / "run", (images(tmp_path / name) for name in ("one", "other"))
+    (other / "cat" / "0.png").rename(other / "cat" / "new.png")
+    ask = [] if finished else [AtBatch(2, kill)]
+    with nullcontext() if finished else pytest.raises(Interrupted):
+        train(config(one), data_of(config(one)), run, callbacks=ask)
+    with pytest.raises(ValueError, match=r"^a run's folder must .* with data\.root .*/one instead of .*/other$"):
+        train(config(other), data_of(config(other)), run)
+    moved = config(one.rename(tmp_path / "moved"), workers=1, prefetch=3, max_skipped=1)
+    moved = replace(moved, model=replace(SMALL, checkpoint_layers=True), run=ExecutionConfig(on_nan="skip"))
+    _, history = train(moved, data_of(moved), run)
+    assert len(history.rows) == 1
+    assert yaml.safe_load((run / "config.yaml").read_text())["data"]["prefetch"] == 3
     with pytest.raises(ValueError, match=r"run\.precision float32 instead of bf16"):
-        train(small_run(precision="bf16"), data_of(small_run()), tmp_path)
+        train(replace(moved, run=ExecutionConfig(precision="bf16")), data_of(moved), run)
+
+
+@pytest.mark.parametrize("command", ["compare", "study finetune"])
+def test_moved_folder_of_results_resumes_with_moved_data(tmp_path: Path, command: str) -> None:
+    options = [*command.split(), *OPTIONS[:5], "--encodings=none,mixed", "--data=images", "--data.size=8", "--seeds=1"]
+    options += ["--optim.epochs=1", "--scales=1"] if command == "compare" else ["--optim.epochs=2"]
+    root, out = images(tmp_path / "images"), tmp_path / "out"
+    assert main([*options, f"--data.root={root}", f"--out={out}"]) == 0
+    runs = {path.name for path in out.glob("runs/*")}
+    for result in out.glob("runs/*/result.json"):
+        result.unlink()
+    root, out = root.rename(tmp_path / "images moved"), out.rename(tmp_path / "out moved")
+    assert main([*options, f"--data.root={root}", "--data.workers=1", f"--out={out}"]) == 0
+    assert {path.name for path in out.glob("runs/*")} == runs

@@ -301,11 +301,15 @@ class ExecutionConfig(Settings):
     peak_tflops: PositiveFloat | None = None
 
 
+PLACES = ("data.root", "data.labels")
+"""Settings that say where the data is; examples elsewhere must be the same."""
 MAY_CHANGE = (
     *(f"run.{name}" for name in ("compile", "checkpoint_every", "on_nan", "divergence_factor", "logs", "peak_tflops")),
-    "data.cache_gib",
+    *(f"data.{name}" for name in ("workers", "prefetch", "cache_gib", "max_skipped")),
+    "model.checkpoint_layers",
+    *PLACES,
 )
-"""Settings that may change when a run resumes; on_nan and divergence_factor have no effect without divergence."""
+"""Settings that change no number of a run, so that another value finds and resumes it; some decide whether it fails."""
 
 
 @dataclass

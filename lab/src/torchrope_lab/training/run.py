@@ -32,7 +32,7 @@ from torchrope_lab.training.checkpoints import (
     read_weights,
 )
 from torchrope_lab.training.classifier import Classifier
-from torchrope_lab.training.config import CONFIG, MAY_CHANGE, RunConfig, differences, plain, read_config
+from torchrope_lab.training.config import CONFIG, MAY_CHANGE, PLACES, RunConfig, differences, plain, read_config
 from torchrope_lab.training.cost import count_flops
 from torchrope_lab.training.dense import build_dense_module
 from torchrope_lab.training.devices import accumulation_steps, with_devices
@@ -76,6 +76,7 @@ def train(
     folder: Path,
     *,
     on_epoch: OnEpoch | None = None,
+    may_change: Sequence[str] = (),
     **trainer_settings: Any,
 ) -> tuple[Module, History]:
     """Train to the last epoch; resume from the checkpoint in `folder` if there is one.
@@ -89,6 +90,7 @@ def train(
             (only the model) and `curve.csv`, each written atomically; also `within-epoch.ckpt` if
             `run.checkpoint_every` is set.
         on_epoch: Called with every finished epoch's row of the learning curve.
+        may_change: Settings that may differ from those of an earlier call on the folder, beside `MAY_CHANGE`.
         trainer_settings: Passed to Lightning's Trainer.
 
     Returns:
@@ -141,7 +143,7 @@ def train(
         if config.optim.effective_batch is not None:
             trainer.accumulate_grad_batches = accumulation_steps(config, trainer.world_size)
         if trainer.is_global_zero:
-            _write_config(folder, config)
+            _write_config(folder, config, data, may_change)
             if resume is not None:
                 _check_examples(folder, data, "training goes on with these")
             write_whole(folder / EXAMPLES, json.dumps(_examples_of(data)))
@@ -194,15 +196,17 @@ def _out_of_memory(config: RunConfig, devices: int) -> str:
     )
 
 
-def _write_config(folder: Path, config: RunConfig) -> None:
+def _write_config(folder: Path, config: RunConfig, data: DataModule, may_change: Sequence[str]) -> None:
     """Write the configuration to the folder; raise ValueError if it holds another configuration or other files."""
     file = folder / CONFIG
     if not file.exists() and holds_files(folder, ignored=["logs"]):  # a logger may have begun
         raise Mistake(f"a run's folder must be new, empty or that of a run, got {folder} with other files")
     settings = yaml.safe_dump(plain(config), sort_keys=False)
     if file.exists() or not write_new(file, settings):  # of two commands at once, the second finds the first's
-        different = differences(plain(read_config(read_mapping(file, CONFIG))), plain(config), ignored=MAY_CHANGE)
-        if different:
+        stored, now = plain(read_config(read_mapping(file, CONFIG))), plain(config)
+        same = not (folder / EXAMPLES).exists() or read_mapping(folder / EXAMPLES, EXAMPLES) == _examples_of(data)
+        ignored = [name for name in (*MAY_CHANGE, *may_change) if same or name not in PLACES]
+        if different := differences(stored, now, ignored=ignored):
             rule = "a run's folder must be new or of the same configuration"
             raise Mistake(f"{rule}, got {folder} with {different}")
         write_whole(file, settings)

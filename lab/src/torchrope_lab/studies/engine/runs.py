@@ -34,11 +34,6 @@ from torchrope_lab.training.skipped import read_skipped
 RESULT = "result.json"
 NUMERICS = 3
 """Raised by hand where a change of the code changes the numbers of runs, so that earlier runs are not reused."""
-_NOT_HASHED = (
-    *("init", "data.root", "data.labels", "data.workers", "data.prefetch"),
-    "model.checkpoint_layers",
-)
-"""Settings that change locations or speed, but not results."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +80,7 @@ class Run:
     def key(self) -> str:
         """Hash of `NUMERICS` and of all settings that change numbers, with defaults: a changed default changes it."""
         settings = flat(plain(self.config))
-        hashed = {key: value for key, value in settings.items() if key not in (*MAY_CHANGE, *_NOT_HASHED)}
+        hashed = {key: value for key, value in settings.items() if key not in ("init", *MAY_CHANGE)}
         hashed |= {"numerics": NUMERICS, "after": self.after.key if self.after else None}
         return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:10]
 
@@ -271,7 +266,8 @@ class Store:
             if self.finished(run) is None:
                 data = data_of(run.config.data)
                 start = None if run.after is None else str(self.of(run.after))
-                module, history = train(replace(run.config, init=start), data, folder, on_epoch=on_epoch)
+                config = replace(run.config, init=start)
+                module, history = train(config, data, folder, on_epoch=on_epoch, may_change=("init",))
                 write_json(folder / RESULT, _result(module, history.rows, data))
                 model = None if run.config.run.compile else module.model.eval()  # measures change sizes and layers
             for measure in job.measures:
