@@ -133,6 +133,63 @@ def test_nifti_and_dicom_of_one_head_are_one_volume(tmp_path):
         torch.testing.assert_close(read_volume(tmp_path, volume.paths), torch.from_numpy(values).float())
 
 
+SEVERAL = {
+    "echoes": ({"EchoNumbers": [1, 2]}, 0.0, "EchoNumbers 1 and 2 in "),
+    "echo times": ({"EchoTime": [10.0, 80.0]}, 0.0, " at one position with EchoTime 10.0 and 80.0"),
+    "phases": ({"TemporalPositionIdentifier": [1, 2]}, 0.0, "TemporalPositionIdentifier 1 and 2 in "),
+    "phases, moved": ({"TemporalPositionIdentifier": [1, 2]}, 0.4, "TemporalPositionIdentifier 1 and 2 in "),
+    "cardiac phases": ({"TriggerTime": [0.0, 40.0]}, 0.0, " at one position with TriggerTime 0.0 and 40.0"),
+    "diffusion": ({"DiffusionBValue": [0.0, 1000.0]}, 0.0, "DiffusionBValue 0.0 and 1000.0 in "),
+    "magnitude": (
+        {"ImageType": [["ORIGINAL", "PRIMARY", "M"], ["ORIGINAL", "PRIMARY", "P"]]},
+        0.0,
+        r"ImageType ORIGINAL\PRIMARY\M and ORIGINAL\PRIMARY\P in ",
+    ),
+    "acquisitions": ({"AcquisitionNumber": [3, 4]}, 0.0, " at one position with AcquisitionNumber 3 and 4"),
+    "unknown": ({}, 0.0, "1.0.dcm at one position"),
+    "patients": ({"PatientID": ["A", "B"]}, 0.4, "PatientID A and B in "),
+    "sagittal": ({"ImageOrientationPatient": [AXIAL, (0, 1, 0, 0, 0, -1)]}, 0.0, "same shape and orientation"),
+}
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_series_of_two_volumes_is_named_and_left_out(tmp_path, kind):
+    tags, moved, message = SEVERAL[kind]
+    for number in range(8):
+        second, place = divmod(number, 4)
+        path = tmp_path / "series" / f"{second}.{place}.dcm"
+        write_slice(path, head(4, False, 1)[place], (0, 0, 5.0 * place + moved * second), study="1.2")
+        dataset = pydicom.dcmread(path)
+        for tag, values in tags.items():
+            setattr(dataset, tag, values[second])
+        dataset.save_as(path)
+    write_series(tmp_path / "other", head(3, False, 1), "1.3")
+    volumes, faults = find_volumes(tmp_path)
+    assert {name for name, _ in faults} == {"1.2"}
+    assert message in faults[0][1]
+    assert {len(volume.paths) for volume in volumes.values()} == {3}
+
+
+def test_copies_of_slices_and_numbers_of_acquisitions_along_a_volume_are_one_volume(tmp_path):
+    names = write_series(tmp_path / "series", head(4, False, 1), "1.2")
+    for number, name in enumerate(names):  # CT: an acquisition at each place of the table
+        dataset = pydicom.dcmread(tmp_path / "series" / f"{name}.dcm")
+        dataset.AcquisitionNumber = number
+        dataset.save_as(tmp_path / "series" / f"{name}.dcm")
+        dataset.save_as(tmp_path / "series" / f"copy of {name}.dcm")
+    volumes, faults = find_volumes(tmp_path)
+    assert faults == []
+    assert len(volumes["1.2"].paths) == 4
+
+
+def test_files_of_one_name_are_named(tmp_path):
+    for suffix in (".nii", ".nii.gz"):
+        write_nifti(tmp_path / f"scan{suffix}", head(3, False, 1))
+    volumes, faults = find_volumes(tmp_path)
+    assert len(volumes) == 1
+    assert "files of one folder must have different names, got another scan.nii" in faults[0][1]
+
+
 def test_longest_series_has_the_name_of_its_study(tmp_path):
     write_series(tmp_path / "scout", head(2, False, 1), "1.2", series="1.2.1")
     write_series(tmp_path / "scan", head(5, False, 1), "1.2", series="1.2.2", prefix="x")
@@ -816,7 +873,7 @@ def test_unreadable_volumes_raise_one_line(tmp_path):
 
 
 def test_slices_without_a_size_are_no_volume():
-    header = Header("1", "2", "3", "", (0.0, 0.0, 0.0), AXIAL, (0.0, 0.5), 1.0, (4, 4))
+    header = Header("1", "2", "3", "", (0.0, 0.0, 0.0), AXIAL, (0.0, 0.5), 1.0, (4, 4), ())
     with pytest.raises(ValueError, match=r"^voxels must have a size in mm, got 1, 0 and 0\.5$"):
         sort_slices(["a"], {"a": header})
 

@@ -25,7 +25,7 @@ from torchrope_lab.files import read_mapping
 from torchrope_lab.mistakes import Mistake
 
 INDEX_NAME = ".torchrope-headers.json"
-INDEX_VERSION = 1
+INDEX_VERSION = 2
 HEADERS_A_SAVE = 100_000
 HEADERS_WITH_PROGRESS = 2_000
 NEEDED = [
@@ -37,7 +37,11 @@ NEEDED = [
     "Rows",
     "Columns",
 ]
-TAGS = [*NEEDED, "SeriesInstanceUID", "PatientID", "SliceThickness"]
+OF_VOLUME = ["PatientID", "ImageType", "EchoNumbers", "TemporalPositionIdentifier", "DiffusionBValue"]
+"""Values that all slices of a volume share, where they have them."""
+OF_SLICE = ["EchoTime", "InversionTime", "FlipAngle", "TriggerTime", "AcquisitionNumber", "AcquisitionTime"]
+"""Values that may tell volumes apart whose slices lie at the same positions."""
+TAGS = [*NEEDED, "SeriesInstanceUID", "SliceThickness", *OF_VOLUME, *OF_SLICE]
 SAME_DIRECTION = 1e-3
 
 
@@ -54,6 +58,7 @@ class Header(NamedTuple):
         spacing: mm between rows, mm between columns.
         thickness: Slice thickness in mm.
         shape: Rows, columns.
+        told: Values of `OF_VOLUME` and `OF_SLICE`, "" for those that are not there.
     """
 
     instance: str
@@ -65,6 +70,7 @@ class Header(NamedTuple):
     spacing: Sequence[float]
     thickness: float
     shape: Sequence[int]
+    told: Sequence[str]
 
 
 def read_header(path: Path) -> Header:
@@ -87,6 +93,7 @@ def read_header(path: Path) -> Header:
         spacing=_floats(dataset, "PixelSpacing", 2),
         thickness=_floats(dataset, "SliceThickness", 1)[0] if _text(dataset, "SliceThickness") else 1.0,
         shape=(int(dataset.Rows), int(dataset.Columns)),
+        told=[_text(dataset, tag) for tag in (*OF_VOLUME, *OF_SLICE)],
     )
 
 
@@ -127,17 +134,18 @@ def index_headers(root: Path, paths: Sequence[str], *, folder: Path) -> tuple[di
 def sort_slices(
     paths: Sequence[str], headers: Mapping[str, Header]
 ) -> tuple[list[str], tuple[float, float, float], float]:
-    """Sort the slices of a series along their common normal; of two at the same position the first by name is kept.
+    """Sort the slices of a series along their common normal; of copies of one slice the first by name is kept.
 
     Returns:
         The paths, the spacing in mm of (slices, rows, columns), which is the median distance of neighbours, or the
         thickness of a single slice, and the largest distance of neighbours, 0 for a single slice.
 
     Raises:
-        ValueError: slices differ in orientation or shape, or a voxel size is not positive.
+        ValueError: slices differ in orientation or shape, are of several volumes, or a voxel size is not positive.
     """
     one = headers[paths[0]]
     normal = np.cross(one.orientation[:3], one.orientation[3:])
+    shared: dict[str, tuple[str, str]] = {}  # value of a name, and the first slice that has it
     for path in paths:
         header = headers[path]
         if list(header.shape) != list(one.shape) or not np.allclose(
@@ -146,9 +154,18 @@ def sort_slices(
             raise Mistake(
                 f"slices of a series must have the same shape and orientation, got {path} with others than {paths[0]}"
             )
+        for name, value in zip(OF_VOLUME, header.told, strict=False):
+            first, where = shared.setdefault(name, (value, path)) if value else ("", "")
+            if first != value:
+                raise _several(f"{name} {first} and {value} in {where} and {path}")
     placed: dict[float, str] = {}
     for path in sorted(paths):
-        placed.setdefault(round(float(np.dot(headers[path].position, normal)), 3), path)
+        header = headers[path]
+        earlier = placed.setdefault(round(float(np.dot(header.position, normal)), 3), path)
+        if header.instance != headers[earlier].instance:
+            values = zip((*OF_VOLUME, *OF_SLICE), headers[earlier].told, header.told, strict=True)
+            differ = ", ".join(f"{name} {one or 'none'} and {two or 'none'}" for name, one, two in values if one != two)
+            raise _several(f"{earlier} and {path} at one position{differ and f' with {differ}'}")
     places = sorted(placed)
     steps = [after - before for before, after in pairwise(places)]
     distance = statistics.median(steps) if steps else one.thickness
@@ -206,6 +223,10 @@ def finite(values: torch.Tensor, what: str = "values") -> torch.Tensor:
     return values
 
 
+def _several(what: str) -> Mistake:
+    return Mistake(f"a series must be of one volume, so keep the slices of one and remove the others, got {what}")
+
+
 def _read_dataset(path: Path, **options: Any) -> Any:
     try:
         return pydicom.dcmread(path, **options)
@@ -216,6 +237,8 @@ def _read_dataset(path: Path, **options: Any) -> Any:
 def _text(dataset: Any, tag: str) -> str:
     """Read a value without validation: published identifiers ("ID_1a2b") do not have the form that DICOM prescribes."""
     value = dataset.get_item(tag).value if tag in dataset else None
+    if tag == "DiffusionBValue" and value:  # the only one that is stored in binary
+        value = str(dataset[tag].value)
     return (value.decode("latin-1") if isinstance(value, bytes) else str(value or "")).strip("\0 ")
 
 

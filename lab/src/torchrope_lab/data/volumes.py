@@ -386,7 +386,8 @@ def find_volumes(
     for path in filter(_is_nifti, files):
         try:
             volume = nifti_volume(root, path)
-            volumes[volume.name] = volume
+            if (other := volumes.setdefault(volume.name, volume)) is not volume:
+                raise Mistake(f"files of one folder must have different names, got another {other.paths[0]}")
         except Exception as error:  # nibabel raises many kinds
             faults.append((path, reason(error)))
     headers, unreadable = index_headers(root, list(filter(_is_slice, files)), folder=cache_folder())
