@@ -24,6 +24,8 @@ from torchrope_lab.conclusion import Conclusion
 from torchrope_lab.data.config import VolumesConfig, options
 from torchrope_lab.files import read_curve
 from torchrope_lab.results import Row, StudyResult, Table
+from torchrope_lab.studies import compare
+from torchrope_lab.studies.compare_findings import findings
 from torchrope_lab.training.config import ExecutionConfig, RunConfig
 from torchrope_lab.training.run import train
 
@@ -155,24 +157,28 @@ def test_runs_are_shared_with_studies_of_the_folder(tmp_path: Path, run: Run) ->
 def test_interrupted_comparison_reports_its_finished_runs(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = ["compare", *SMALL, "--encodings=none,mixed", "--out", tmp_path]
-    calls = iter(range(10))
+    command = ["compare", *SMALL, "--encodings=none,axial,mixed", "--out", tmp_path]
+    calls, written = iter(range(10)), []
 
     def stop(*arguments: object, **settings: object) -> object:
-        if next(calls) == 1:
+        if next(calls) == 2:
             raise KeyboardInterrupt
         return train(*arguments, **settings)
 
+    monkeypatch.setattr(compare, "findings", lambda results: written.append(len(results.measured)) or findings(results))
     with monkeypatch.context() as stopping:
         stopping.setattr("torchrope_lab.studies.engine.runs.train", stop)
         assert run(*command)[0] == 130
     status, printed, _ = run("report", tmp_path)
     assert status == 0
     assert "not finished yet: mixed seed 0" in printed
+    assert written == [2]
     assert StudyResult.read(tmp_path / "results.json").unfinished == ["mixed seed 0"]
     _, printed, _ = run(*command)
-    assert "run 2 of 2: mixed seed 0" in printed
+    assert "run 3 of 3: mixed seed 0" in printed
     assert StudyResult.read(tmp_path / "results.json").unfinished == []
+    run(*command)
+    assert written == [2, 3, 3]  # once a call, not after every run
 
 
 def test_compare_refuses_a_folder_of_another_configuration(compared: Path, run: Run) -> None:

@@ -45,7 +45,7 @@ def compare(
 ) -> Path:
     """Train, evaluate and measure every encoding, skipping what is finished in the folder.
 
-    `results.json` is written after every run, so that an interrupted comparison can be reported.
+    A comparison that is interrupted, or in which a run fails, has a `results.json` of the runs that are finished.
 
     Args:
         config: Settings.
@@ -84,11 +84,14 @@ def compare(
     def keep(trained: Trained) -> None:
         measured[trained.run.name] = read_robustness(trained, measure)
         lab.skipped |= trained.skipped
-        _write(folder, lab, config, runs, measured, {}, command)
 
     work = work_of_costs(lab, config.encodings, folder / COSTS)
-    with suppress(NotTrained):
-        lab.train(runs, lambda _: [measure], keep, afterwards=work)
+    try:
+        with suppress(NotTrained):
+            lab.train(runs, lambda _: [measure], keep, afterwards=work)
+    except BaseException:
+        _write(folder, lab, config, runs, measured, {}, command)
+        raise
     if dry_run:
         return folder / RESULTS
     costs = costs_of(lab, config.encodings, folder / COSTS)

@@ -155,7 +155,7 @@ class Lab:
         jobs = [job for of_round in rounds for job in of_round]
         for job in jobs:
             self.blueprint(job.run)
-        unfinished = []
+        unfinished: dict[str, Job] = {}  # by key
         fingerprints: dict[str, str] = {}  # by settings of the data, which are read anew for other than the study's
         for job in jobs:
             earlier = self.store.finished(job.run)
@@ -165,16 +165,16 @@ class Lab:
                     fingerprints[settings] = (self.data.with_settings(config) or data_of(config)).fingerprint
                 earlier.check_examples(fingerprints[settings])
             if earlier is None or not self.store.is_done(job):
-                unfinished.append(job)
+                unfinished[job.run.key] = job
             elif job.run.key in requested and not self.dry_run:
                 on_finished(earlier)
-        work = self._workload(unfinished, afterwards)
+        work = self._workload([*unfinished.values()], afterwards)
         if self.dry_run:
-            print_plan(self, jobs, unfinished, work, further)
+            print_plan(self, jobs, [*unfinished.values()], work, further)
             if unfinished:
                 raise NotTrained
         if unfinished:
-            begun = [(job.run, self.store.epochs(job.run)) for job in unfinished]
+            begun = [(job.run, self.store.epochs(job.run)) for job in unfinished.values()]
 
             def on_run(run: Run) -> None:
                 if run.key in requested:
@@ -182,7 +182,7 @@ class Lab:
 
             with StudyProgress(begun, len(jobs) - len(unfinished), work, self.console) as progress:
                 for of_round in rounds:
-                    if waiting := [job for job in of_round if job in unfinished]:
+                    if waiting := [job for job in of_round if job.run.key in unfinished]:
                         run_jobs(waiting, self.store, self.data, self.config, progress, on_run)
             self.seconds_left = progress.seconds_left()
         trained = [self.store.get(run) for run in runs]
