@@ -531,12 +531,13 @@ def _write_report(out: Path) -> int:
     from torchrope_lab.report.chapters import terminal_text
     from torchrope_lab.report.read import read_studies
 
-    for study in read_studies(out):
+    studies = read_studies(out)
+    for study in studies:
         print(terminal_text(study))
     try:
         from torchrope_lab.report.page import write_report
 
-        page = write_report(out)
+        page = write_report(out, studies)
     except ImportError as error:
         print(f"no page: {error.name} is not installed {_INSTALL}")
         return 0

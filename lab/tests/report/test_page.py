@@ -478,15 +478,34 @@ def test_damaged_results_are_refused_and_nothing_is_written(tmp_path, text, mess
     assert not (tmp_path / "report").exists()
 
 
-def test_folder_without_studies_and_one_with_a_study_twice_are_refused(tmp_path):
+def test_folder_without_studies_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"needs results of `torchrope compare`, .*, but .* has no JSON file: run one of them"
     ):
         write_report(tmp_path)
+
+
+FOREIGN = {
+    "notes.json": ('{"schema": 7}', "schema must be 1, got 7"),
+    "a.json": ("{", "must be valid JSON"),
+    "._results.json": ("\x00\x05", "must be valid JSON"),
+    "evaluated.json": ('{"top1": 0.5, "examples": 40}', "schema must be 1, got None"),
+    "copy.json": (json.dumps(result().plain()), "same study and data as accuracy-digits.json"),
+    "accuracy-digits (1).json": (json.dumps(result().plain()), "same study and data as accuracy-digits.json"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_other_files_are_named_and_the_results_reported(tmp_path, caplog, name):
     save(tmp_path, result())
-    (tmp_path / "copy.json").write_text((tmp_path / "accuracy-digits.json").read_text())
-    with pytest.raises(ValueError, match=r"once per data set, got accuracy-digits\.json and copy\.json"):
-        write_report(tmp_path)
+    before = write_report(tmp_path).read_bytes()
+    text, message = FOREIGN[name]
+    (tmp_path / name).write_text(text)
+    assert write_report(tmp_path).read_bytes() == before
+    [warned] = caplog.messages
+    assert warned.startswith("not in the report: ")
+    assert str(tmp_path / name) in warned
+    assert message in warned
 
 
 def test_tasks_of_one_data_set_are_separate_parts_of_a_study(tmp_path):

@@ -15,6 +15,7 @@ from torchrope_lab.report.looks import COLOURS, DARK_COLOURS, DARK_PLAIN, PLAIN,
 from torchrope_lab.report.plots import GRID, INK, SOFT
 from torchrope_lab.report.read import read_studies
 from torchrope_lab.report.templates import fill, fill_markdown, shipped
+from torchrope_lab.results import StudyResult
 
 PALETTE = {"plain": (PLAIN, DARK_PLAIN)} | {
     f"c{place}": colours for place, colours in enumerate(zip(COLOURS, DARK_COLOURS, strict=True))
@@ -23,13 +24,14 @@ PALETTE |= {"ink": (INK, "var(--ink)"), "soft": (SOFT, "var(--soft)"), "grid": (
 """Colours of encodings and figures in light and dark mode, by CSS class."""
 
 
-def write_report(out: Path) -> Path:
+def write_report(out: Path, studies: Sequence[StudyResult] = ()) -> Path:
     """Write `out/report/index.html`, `report.md` and `figures/*.svg` from the results in `out`.
 
     Everything is rendered before anything is written, and every file is written atomically.
 
     Args:
         out: Output folder of `torchrope compare` or `study`.
+        studies: Its results, if already read.
 
     Returns:
         The path of the page.
@@ -38,7 +40,7 @@ def write_report(out: Path) -> Path:
         ValueError: there is no study, or one is damaged.
         ImportError: vl-convert-python is not installed.
     """
-    studies = read_studies(Path(out))
+    studies = studies or read_studies(Path(out))
     looks = page_looks(studies)
     chapters = arrange(studies, looks)
     parts = [part for chapter in chapters for part in chapter.parts]

@@ -1,10 +1,14 @@
 """Read the results in a folder, `<study>[-<data>].json`."""
 
+import logging
 from pathlib import Path
 
 from torchrope_lab.mistakes import Mistake
 from torchrope_lab.registry import STUDIES
 from torchrope_lab.results import StudyResult
+from torchrope_lab.studies.config import RESULTS
+
+logger = logging.getLogger(__name__)
 
 _OF_A_RUN = ("data.json", "evaluation.json", "skipped.json")
 """Files of a run of `torchrope train` that are no results."""
@@ -14,24 +18,33 @@ ORDER = ("compare", *STUDIES)
 
 
 def read_studies(folder: Path) -> list[StudyResult]:
-    """Read the comparison and every study of a folder, in the order of the report.
+    """Read the comparison and every study of a folder, in the order of the report; a warning names other JSON files.
 
     Args:
         folder: Output folder of `torchrope compare` or `study`, or of a run after `write_run`.
 
     Raises:
-        ValueError: there is none, or one is not JSON, has another schema, or lacks an entry.
+        ValueError: there is none that can be read.
     """
-    files = sorted(path for path in folder.glob("*.json") if path.is_file() and path.name not in _OF_A_RUN)
-    if not files:
-        rule = "a report needs results of `torchrope compare`, `study` or `train`"
-        raise Mistake(f"{rule}, but {folder} has no JSON file: run one of them with --out {folder} first")
+    files = [path for path in folder.glob("*.json") if path.is_file() and path.name not in _OF_A_RUN]
+    read: list[tuple[bool, int, Path, StudyResult]] = []
+    others: list[str] = []
+    for file in sorted(files):
+        try:
+            study = StudyResult.read(file)
+            read.append((not file.name.startswith((RESULTS, study.study)), len(file.name), file, study))
+        except Mistake as error:
+            others.append(str(error))
     studies: dict[tuple[str, str], tuple[Path, StudyResult]] = {}
-    for file in files:
-        study = StudyResult.read(file)
-        key = (study.study, study.data.title if study.data else "")
-        if key in studies:
-            raise Mistake(f"a study must occur once per data set, got {studies[key][0].name} and {file.name}")
-        studies[key] = (file, study)
+    for _, _, file, study in sorted(read, key=lambda each: each[:3]):  # before its copies
+        first, _ = studies.setdefault((study.study, study.data.title if study.data else ""), (file, study))
+        if first != file:
+            others.append(f"{file}: it is of the same study and data as {first.name}")
+    if not studies:
+        rule = "a report needs results of `torchrope compare`, `study` or `train`"
+        nothing = f"but {folder} has no JSON file: run one of them with --out {folder} first"
+        raise Mistake(f"{rule}, " + (f"got {'; '.join(others)}" if others else nothing))
+    if others:
+        logger.warning("not in the report: %s", "; ".join(others))
     place = {name: at for at, name in enumerate(ORDER)}
     return [studies[key][1] for key in sorted(studies, key=lambda key: (place.get(key[0], len(ORDER)), *key))]

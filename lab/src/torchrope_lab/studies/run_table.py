@@ -23,8 +23,8 @@ def write_run(folder: Path) -> None:
     if (folder / RESULTS).exists() or not (folder / CONFIG).exists():
         return
     stored = read_mapping(folder / CONFIG, CONFIG)
-    if "encodings" in stored:
-        return  # a comparison that was stopped before its first result
+    if "encoding" not in stored:
+        return  # a comparison that was stopped before its first result, or settings of another program
     settings, curve = flat(stored), read_curve(folder / CURVE)
     seconds = sum(row.get("seconds", 0.0) for row in curve)
     StudyResult(
