@@ -1,10 +1,13 @@
 """--slurm: its options, and the request to Slurm."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from torchrope_lab.studies.engine import workers
+from torchrope_lab.studies.engine.config import LabConfig
 from torchrope_lab.studies.slurm import parse_slurm, slurm_executor
 
 
@@ -26,13 +29,17 @@ def test_slurm_array_gets_the_signal_that_we_handle(tmp_path: Path, monkeypatch:
     refused: list[tuple[dict[str, Any], str]] = [
         ({}, "--slurm must include time=MINUTES, got nothing"),
         ({"time": 30, "gpu": 8}, "got 'gpu'"),
+        ({"time": 30, "array_parallelism": 2}, "--parallel limits the jobs at a time, got array_parallelism=2"),
     ]
     for options, message in refused:
         with pytest.raises(ValueError, match=message):
             slurm_executor(tmp_path / "jobs", options)
-    executor = slurm_executor(tmp_path / "jobs", parse_slurm("partition=gpu,time=30,gpus-per-node=8"))
-    assert [job.job_id for job in executor.map_array(abs, [1, 2, 3])] == ["77_0", "77_1", "77_2"]
-    sent = (tmp_path / "sent").read_text()
-    wanted = ("array=0-2%3", "partition=gpu", "time=30", "gpus-per-node=8", "signal=SIGUSR1@120", "requeue")
-    assert [f"#SBATCH --{option}\n" in sent for option in wanted] == [True] * len(wanted)
-    assert len(list((tmp_path / "jobs").glob("77_*_submitted.pkl"))) == 3
+    monkeypatch.setattr(workers, "run_all", lambda *_, **__: None)  # no job runs
+    for parallel, together in ((None, 300), (2, 2), (400, 300)):  # not submitit's own limit of 256
+        config = LabConfig(slurm="partition=gpu,time=30,gpus-per-node=8", parallel=parallel, out=str(tmp_path))
+        workers.run_calls([(number, partial(abs, number)) for number in range(300)], config, lambda *_: None)
+        sent = (tmp_path / "sent").read_text()
+        limit = f"array=0-299%{together}"
+        wanted = (limit, "partition=gpu", "time=30", "gpus-per-node=8", "signal=SIGUSR1@120", "requeue")
+        assert [f"#SBATCH --{option}\n" in sent for option in wanted] == [True] * len(wanted)
+    assert len(list((tmp_path / "runs" / ".jobs").glob("77_*_submitted.pkl"))) == 300

@@ -5,6 +5,8 @@ from typing import Any
 
 from torchrope_lab.mistakes import Mistake
 
+MOST_JOBS = 10**6
+"""Jobs at a time without a limit."""
 SIGNAL_SECONDS = 120
 """Time between the signal to a job and its time limit."""
 
@@ -28,12 +30,13 @@ def parse_slurm(text: str) -> dict[str, Any]:
     return options
 
 
-def slurm_executor(logs: Path, options: dict[str, Any]) -> Any:
+def slurm_executor(logs: Path, options: dict[str, Any], parallel: int | None = None) -> Any:
     """Return an executor that submits Slurm jobs, which get SIGUSR1 before their time limit and are requeued.
 
     Args:
         logs: Folder of submitit's files and the jobs' output, on a file system that all nodes share.
         options: Options of sbatch, by submitit's names; time in minutes.
+        parallel: Jobs that may run at the same time; by default all.
 
     Raises:
         ValueError: submitit or Slurm is missing, or an option is unknown.
@@ -50,9 +53,12 @@ def slurm_executor(logs: Path, options: dict[str, Any]) -> Any:
         raise Mistake("Slurm not found (no srun); --parallel N runs the jobs on this machine") from None
     valid = sorted(set(executor._valid_parameters()) - {"additional_parameters", "array_parallelism"})
     unknown = [name for name in options if name not in valid]
+    if "array_parallelism" in options:
+        raise Mistake(f"--parallel limits the jobs at a time, got array_parallelism={options['array_parallelism']}")
     if unknown:
         raise Mistake(f"--slurm options are {', '.join(valid)}, got {unknown[0]!r}")
     notice = options.pop("signal_delay_s", SIGNAL_SECONDS)
     signal = {"signal": f"SIGUSR1@{notice}", "requeue": True}  # handled by SaveOnSignal, instead of submitit's signal
-    executor.update_parameters(**{"job_name": "torchrope", **options}, additional_parameters=signal)
+    options = {"job_name": "torchrope", "array_parallelism": parallel or MOST_JOBS, **options}
+    executor.update_parameters(**options, additional_parameters=signal)
     return executor

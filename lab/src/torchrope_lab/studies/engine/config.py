@@ -40,7 +40,8 @@ class LabConfig(Settings):
         encodings: Names as in learned,mixed,liere:8 (README, "The encodings"); default: the study's list.
         seeds: Number of seeds 0, 1, ... per encoding and setting; with fewer than three, conclusions are about the
             trained models, not about encodings.
-        parallel: Runs that train at the same time, each on one device or on its share of the CPU cores.
+        parallel: Runs that train at the same time, each on one device or on its share of the CPU cores, or as a job of
+            slurm; by default one, or all jobs.
         slurm: Train as Slurm jobs, with options of sbatch as in partition=gpu,time=240 (time in minutes).
         out: Output folder; studies share the runs in it.
     """
@@ -51,7 +52,7 @@ class LabConfig(Settings):
     run: ExecutionConfig = field(default_factory=lambda: ExecutionConfig(on_nan="ignore"))
     encodings: Annotated[list[str], DISTINCT] = field(default_factory=list)
     seeds: PositiveInt = 3
-    parallel: PositiveInt = 1
+    parallel: PositiveInt | None = None
     slurm: str | None = None
     out: str = "torchrope-studies"
 

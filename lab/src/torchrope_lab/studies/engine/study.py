@@ -200,7 +200,7 @@ class Lab:
             epoch=BACKWARD_AND_FORWARD * train + val,
             evaluation=(passes + (self.data.views if predicts else 0)) * val,
             afterwards=afterwards or 0.0,
-            processes=1 if self.config.slurm else self.config.parallel,
+            processes=1 if self.config.slurm else self.config.parallel or 1,
             left="machine time" if self.config.slurm else "left" if afterwards is not None else "to train",
         )
 

@@ -54,11 +54,11 @@ def run_calls(
     with interrupted_by_signals():
         if config.slurm is not None:
             logs = Path(config.out) / "runs" / ".jobs"
-            executor = slurm_executor(logs, parse_slurm(config.slurm))
+            executor = slurm_executor(logs, parse_slurm(config.slurm), config.parallel)
             jobs = executor.map_array(run_in_job, [call for _, call in calls])
             collect(dict(zip(jobs, (item for item, _ in calls), strict=True)), wait=partial(time.sleep, _POLL_SECONDS))
-        elif config.parallel > 1:
-            with LocalExecutor(min(config.parallel, len(calls))) as local:
+        elif not here(config):
+            with LocalExecutor(min(config.parallel or 1, len(calls))) as local:
                 handles = {local.submit(call): item for item, call in calls}
                 collect(handles, wait=partial(local.wait, _POLL_SECONDS))
         else:
@@ -107,7 +107,7 @@ def run_jobs(
 
 def here(config: LabConfig) -> bool:
     """Whether calls run in this process."""
-    return config.slurm is None and config.parallel == 1
+    return config.slurm is None and config.parallel in (None, 1)
 
 
 def run_job(job: Job, folder: Path, *, data: DataModule | None = None, on_epoch: Any = None) -> tuple[str, float]:
