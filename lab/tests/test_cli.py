@@ -771,10 +771,21 @@ def test_settings_of_other_studies_are_refused(
 
 
 def test_compare_counts_encodings_and_seeds(run: Run, tmp_path: Path) -> None:
-    _, printed, _ = run("compare", "--encodings=unknown", "--out", tmp_path / "out")
-    assert printed.startswith("comparing 1 encoding x 3 seeds on digits; ")
-    _, printed, _ = run("compare", "--encodings=unknown,none", "--seeds=1", "--out", tmp_path / "out")
-    assert printed.startswith("comparing 2 encodings x 1 seed on digits; ")
+    _, printed, _ = run("compare", *SMALL, "--encodings=none,mixed", "--folds=3", "--dry-run", "--out", tmp_path)
+    assert printed.startswith("comparing 2 encodings x 1 seed x 3 folds on digits; ")
+
+
+MISTAKES = ["--encodings=unknown", "--data=images", "--data.train_size=3", "--model.patch_size=[3]"]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("command", ["compare", "study accuracy", "train"])
+def test_mistake_prints_one_line_alone(run: Run, tmp_path: Path, command: str, mistake: str) -> None:
+    if command == "train":
+        mistake = mistake.replace("encodings", "encoding")
+    status, printed, error = run(*command.split(), mistake, "--out", tmp_path / "out")
+    assert (status, printed) == (2, "")
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", cli._COMMANDS)
@@ -863,6 +874,8 @@ def test_training_without_a_finished_epoch_is_one_line(limit: str, run: Run, tmp
         f"torchrope train: training must finish one epoch or more, got none with {option} {value}\n",
     )
     assert "trained:" not in told
+    status, _, error = run(*command, "--out", tmp_path / "run")
+    assert status == 0, error
 
 
 def test_epoch_that_max_steps_cuts_has_no_row_of_the_validation_before_it(run: Run, tmp_path: Path) -> None:

@@ -186,18 +186,13 @@ def _compare(arguments: list[str]) -> int:
     from torchrope_lab.studies.config import CompareConfig
 
     parsed = parse("compare", COMPARE, CompareConfig, arguments, _add_dry_run)
-    config = parsed.config
-    counts = {"encoding": len(config.encodings), "seed": config.seeds}
-    counts |= {"fold": config.data.folds} if config.data.folds else {}
-    runs = " x ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items())
-    print(f"comparing {runs} on {config.data.name}; output folder: {config.out}", flush=True)  # before torch loads
     _find_encodings_of(parsed, "encodings")
     from rich.console import Console
 
     from torchrope_lab.studies.compare import compare
 
     command, dry_run = shlex.join(["torchrope", "compare", *arguments]), "--dry-run" in arguments
-    results = compare(config, command=command, console=Console(), allow=parsed.allow, dry_run=dry_run)
+    results = compare(parsed.config, command=command, console=Console(), allow=parsed.allow, dry_run=dry_run)
     return 0 if dry_run else _write_report(results.parent)
 
 
@@ -239,7 +234,6 @@ def _study(arguments: list[str]) -> int:
         load_modules(encodings_of_runs(config.checkpoint), parsed.allow)
     for name, study in studies.items():
         command = shlex.join(["torchrope", "study", name, *options])
-        print(f"{study.name}:")
         run_study(study, config, command=command, console=Console(), dry_run="--dry-run" in options)
     return 0 if "--dry-run" in options else _write_report(Path(config.out))
 
@@ -329,7 +323,6 @@ def _train(arguments: list[str]) -> int:
         raise Mistake(f"training must finish one epoch or more, got none with {limited or 'these options'}")
     if getattr(rank_zero_only, "rank", 0) == 0:
         if config.model.task == "classify":
-            data.trainer = None  # this process evaluates all examples
             print(evaluation_table(evaluate(module.model, data).measures(), data.input_size))
         print(f"trained: {out}  (torchrope evaluate {out})")
     return 0

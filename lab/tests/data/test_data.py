@@ -26,7 +26,7 @@ from torchrope_lab.data.config import (
 )
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.digits import Digits, split_digits
-from torchrope_lab.data.images import Images
+from torchrope_lab.data.images import Images, split_parts
 from torchrope_lab.data.motion import FRAMES, VELOCITIES, Motion, make_clips, render_clips
 from torchrope_lab.data.tensors import balanced_subset
 from torchrope_lab.data.transforms import resize, resize_bytes, shuffle_patches
@@ -304,6 +304,26 @@ def test_balanced_subset_is_balanced_nested_and_reproducible():
     assert set(small.tolist()) < set(large.tolist())
     assert torch.equal(small, balanced_subset(labels, 9, 5, "train_size"))
     assert not torch.equal(small, balanced_subset(labels, 9, 6, "train_size"))
+
+
+class Counted(int):
+    """A label that counts how often labels are compared."""
+
+    compared = 0
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Counted.compared += 1
+        return int(self) == other
+
+
+def test_splitting_compares_each_label_a_few_times() -> None:
+    count, classes = 3000, 300
+    samples = [(f"{number}.png", Counted(number % classes)) for number in range(count)]
+    train, val = split_parts({"": samples}, [str(label) for label in range(classes)], 0, "images")
+    assert Counted.compared < 10 * count
+    assert len(val) == 2 * classes
+    assert sorted(train + val) == sorted(samples)
 
 
 @pytest.mark.parametrize("size", [2, 85])

@@ -148,7 +148,7 @@ SEVERAL = {
     "acquisitions": ({"AcquisitionNumber": [3, 4]}, 0.0, " at one position with AcquisitionNumber 3 and 4"),
     "unknown": ({}, 0.0, "1.0.dcm at one position"),
     "patients": ({"PatientID": ["A", "B"]}, 0.4, "PatientID A and B in "),
-    "sagittal": ({"ImageOrientationPatient": [AXIAL, (0, 1, 0, 0, 0, -1)]}, 0.0, "same shape and orientation"),
+    "sagittal": ({"ImageOrientationPatient": [list(AXIAL), [0, 1, 0, 0, 0, -1]]}, 0.0, "same shape and orientation"),
 }
 
 

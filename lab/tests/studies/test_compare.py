@@ -186,6 +186,11 @@ def test_stored_answer_cannot_contradict_the_conclusion(tmp_path: Path) -> None:
         StudyResult.read(tmp_path / "results.json")
 
 
+def test_results_of_a_finished_comparison_are_the_same_in_every_call(trained: Path, compared: Path) -> None:
+    before = StudyResult.read(trained / "results.json").findings
+    assert run(small(compared)).findings.plain() == before.plain()
+
+
 def test_results_name_classes_confusions_and_samples(trained: Path) -> None:
     found = StudyResult.read(trained / "results.json")
     tables = {table.title: table for table in found.findings.tables}

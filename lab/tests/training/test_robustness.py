@@ -2,6 +2,7 @@
 
 import csv
 import json
+import logging
 import math
 import multiprocessing.connection
 import os
@@ -663,6 +664,41 @@ def test_logs_hold_throughput_and_are_kept_on_resume(tmp_path: Path) -> None:
     assert list((tmp_path / "logs" / "tensorboard").glob("events.out.tfevents.*"))
     train(config, data_of(config), tmp_path)
     assert (tmp_path / "logs" / "csv" / "version_0" / "metrics.csv").read_text().splitlines() == lines
+
+
+def test_resumed_run_continues_its_table_of_metrics(tmp_path: Path) -> None:
+    config = small_run(logs=["csv"])
+    with pytest.raises(Interrupted):
+        train(config, data_of(config), tmp_path, callbacks=[AtBatch(11, kill)], log_every_n_steps=2)
+    train(config, data_of(config), tmp_path, log_every_n_steps=2)
+    [table] = (tmp_path / "logs" / "csv").rglob("*.csv")
+    steps = [int(row["step"]) for row in csv.DictReader(table.read_text().splitlines()) if row["lr"]]
+    assert steps == [2, 4, 6, 8, 10, 12, 14, 16]
+
+
+def test_training_leaves_the_levels_of_loggers_and_the_data_as_they_were(tmp_path: Path) -> None:
+    config, logs = small_run(), [logging.getLogger(name) for name in ("pytorch_lightning", "lightning_fabric")]
+    data, levels = data_of(config), [log.level for log in logs]
+    before = next(iter(data.train_dataloader()))
+    train(config, data, tmp_path)
+    assert [log.level for log in logs] == levels
+    assert all(map(torch.equal, before, next(iter(data.train_dataloader()))))
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_folder_of_a_run_that_failed_before_a_checkpoint_takes_other_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    def lack(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError
+
+    options = [command, *OPTIONS[:-1], "--epochs=1", "--out", str(tmp_path)]
+    options += ["--encodings=mixed", "--seeds=1", "--scales=1"] if command == "compare" else []
+    with monkeypatch.context() as lacking:
+        lacking.setattr(ViT, "forward", lack)
+        assert main([*options, "--data.batch_size=40"]) == 2
+    assert "a smaller --data.batch_size" in capsys.readouterr().err
+    assert main([*options, "--data.batch_size=20"]) == 0
 
 
 def test_logged_loss_is_not_divided_by_accumulated_batches(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -409,13 +410,11 @@ def split_parts(
 
 def require_each(samples: Sequence[Sample], classes: Sequence[str], fewest: int, kind: str, purpose: str) -> None:
     """Raise ValueError if a class has fewer than `fewest` samples."""
-    labels = [label for _, label in samples]
+    counts = Counter(label for _, label in samples)
     for label, name in enumerate(classes):
-        if labels.count(label) < fewest:
-            raise Mistake(
-                f"readable {kind} of each class must number at least {fewest}{purpose}, "
-                f"got {labels.count(label)} for {name!r}"
-            )
+        if counts[label] < fewest:
+            rule = f"readable {kind} of each class must number at least {fewest}{purpose}"
+            raise Mistake(f"{rule}, got {counts[label]} for {name!r}")
 
 
 def hold_out(samples: Sequence[Sample], split_seed: int) -> tuple[list[Sample], list[Sample]]:
@@ -429,8 +428,10 @@ def hold_out(samples: Sequence[Sample], split_seed: int) -> tuple[list[Sample], 
         return hashlib.sha256(f"{split_seed} {sample[0]}".encode(errors="surrogateescape")).hexdigest()
 
     train, val = [], []
-    for label in sorted({label for _, label in samples}):
-        members = sorted((sample for sample in samples if sample[1] == label), key=draw)
+    of_class: dict[int, list[Sample]] = defaultdict(list)
+    for sample in sorted(samples, key=draw):
+        of_class[sample[1]].append(sample)
+    for members in of_class.values():
         val_count = max(1, round(VAL_FRACTION * len(members)))
         val += members[:val_count]
         train += members[val_count:]

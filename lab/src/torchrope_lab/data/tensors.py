@@ -221,8 +221,7 @@ def folds_of(labels: Tensor, folds: int, seed: int, groups: Sequence[Hashable] |
 
 def _rank_within_class(labels: Tensor) -> Tensor:
     """Number the members of every class 0, 1, 2, ... in their order."""
+    order, counts = labels.argsort(stable=True), labels.bincount()
     ranks = torch.empty_like(labels)
-    for label in labels.unique():
-        members = labels == label
-        ranks[members] = torch.arange(int(members.sum()))
+    ranks[order] = torch.arange(len(labels)) - (counts.cumsum(0) - counts)[labels[order]]
     return ranks

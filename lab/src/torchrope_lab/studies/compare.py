@@ -73,6 +73,11 @@ def compare(
     runs = [lab.run(name, seed) for seed in lab.seeds for name in config.encodings]
     for run in runs:
         lab.blueprint(run)  # raises for a bad setting before anything is written
+    counts = {"encoding": len(config.encodings), "seed": config.seeds, "fold": config.data.folds}
+    all_runs = " x ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items() if count)
+    console.print(
+        f"comparing {all_runs} on {config.data.name}; output folder: {config.out}", highlight=False, soft_wrap=True
+    )
     settings = yaml.safe_dump(plain(config), sort_keys=False)
     if not dry_run:
         if is_new and not write_new(folder / CONFIG, settings):  # another command has taken the folder meanwhile
@@ -91,6 +96,8 @@ def compare(
             lab.train(runs, lambda _: [measure], keep, afterwards=work)
     except BaseException:
         _write(folder, lab, config, runs, measured, {}, command)
+        if not any(folder.glob("runs/*/*.ckpt")):
+            (folder / CONFIG).unlink(missing_ok=True)  # other settings may start here
         raise
     if dry_run:
         return folder / RESULTS

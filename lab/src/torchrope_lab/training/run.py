@@ -26,6 +26,7 @@ from torchrope_lab.training.averaging import AveragedWeights
 from torchrope_lab.training.checkpoints import (
     CHECKPOINT,
     WEIGHTS,
+    WITHIN_EPOCH,
     SaveCheckpoints,
     WholeCheckpoints,
     newest,
@@ -156,8 +157,11 @@ def train(
             raise KeyboardInterrupt from None
         except torch.OutOfMemoryError:
             raise Mistake(_out_of_memory(config, trainer.world_size)) from None
-        finally:
-            data.train_sizes = ()  # later loaders have the data's size
+        finally:  # later loaders are those of no run
+            data.run_seed, data.resume_at, data.train_sizes, data.trainer = 0, (0, 0), (), None
+            if trainer.is_global_zero and not any((folder / name).exists() for name in (CHECKPOINT, WITHIN_EPOCH)):
+                for name in (CONFIG, EXAMPLES):  # other settings may start here
+                    (folder / name).unlink(missing_ok=True)
     return module.to(trainer.strategy.root_device), history
 
 
@@ -277,9 +281,14 @@ def build_module(config: RunConfig, data: DataModule) -> Module:
 @contextmanager
 def lightning_quiet() -> Iterator[None]:
     """Suppress Lightning's banners and tips, and its warnings that do not apply."""
-    for name in ("pytorch_lightning", "lightning_fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    levels = {log: log.level for log in map(logging.getLogger, ("pytorch_lightning", "lightning_fabric"))}
+    for log in levels:
+        log.setLevel(logging.ERROR)
     with warnings.catch_warnings():
         for chatter in IGNORED_WARNINGS:
             warnings.filterwarnings("ignore", chatter)
-        yield
+        try:
+            yield
+        finally:
+            for log, level in levels.items():
+                log.setLevel(level)

@@ -1,5 +1,6 @@
 """Loggers of a run, and a callback that logs loss, learning rate and throughput."""
 
+import csv
 import hashlib
 import math
 import os
@@ -11,6 +12,7 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from pytorch_lightning.loggers.csv_logs import ExperimentWriter
 
 from torchrope.files import write_whole
 from torchrope.models import ViT
@@ -125,13 +127,24 @@ def count_tokens(model: Any, input_size: tuple[int, ...]) -> int | None:
     return math.prod(model.embed.lattice(input_size)) + model.num_prefix
 
 
+class _Continued(ExperimentWriter):
+    """Writer that keeps the rows of an earlier start, where Lightning's deletes them."""
+
+    def _check_log_dir_exists(self) -> None:
+        if os.path.exists(self.metrics_file_path):
+            with open(self.metrics_file_path, newline="", encoding="utf-8") as file:
+                self.metrics_keys = next(csv.reader(file), [])
+
+
 def _logger(name: str, folder: Path) -> Logger:
     logs, title = folder / "logs", folder.absolute().name
     identity = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]  # the same after a resume
     try:
         match name:
             case "csv":
-                return CSVLogger(logs, name="csv")
+                table = CSVLogger(logs, name="csv", version=0)
+                table._experiment = _Continued(table.log_dir)
+                return table
             case "tensorboard":
                 return TensorBoardLogger(logs, name="tensorboard", version="")
             case "wandb":

@@ -275,6 +275,9 @@ def run_study(
     only_checkpoints = config.checkpoint and "checkpoint" in study.optional_settings  # unless --encodings names runs
     lab = Lab(config, () if only_checkpoints else study.encodings, console, dry_run=dry_run)
     check_studies([study], config)
+    if study.needs_data:
+        lab.data.setup()  # raises before the first line is printed
+    console.print(f"{study.name}:", highlight=False)
     if dry_run:
         with suppress(NotTrained):
             study.find(lab)
