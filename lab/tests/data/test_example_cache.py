@@ -1,18 +1,21 @@
 """Cached examples: the same as decoded ones, decoded once, within a limit, and replaced when damaged or outdated."""
 
+import errno
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from miniatures import MINIATURES
 from PIL import Image
 from video_files import encode, video_folder
 from volume_files import head, nifti_folder, rsna_folder, write_nifti
 
-from torchrope_lab.data import cache, videos, volumes
+from torchrope_lab.data import cache, dicom, faults, images, maps, videos, volumes
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import AugmentConfig, data_config
 from torchrope_lab.data.datamodule import DataModule
@@ -192,3 +195,62 @@ def test_warning_tells_how_much_volumes_are_enlarged(tmp_path, caplog, shape, wa
         "--data.frames 5 --data.size 12 keeps their size"
     )
     assert caplog.messages == [expected] * warns
+
+
+READS = {  # data whose files are read before training, the function that reads one, and the kind of the files
+    "images": (images, "decode", "*.png"),
+    "segments": (maps, "read_mask", "masks/**/*.png"),
+    "videos": (videos, "open_video", "*.*"),
+    "rsna": (dicom, "read_header", "*.dcm"),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_files_are_checked_once_and_again_where_one_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    module, function, pattern = READS[name]
+    root = MINIATURES[name](tmp_path / "data")
+    files = sorted(root.rglob(pattern))
+    checked: list[Path] = []
+    read = getattr(module, function)
+
+    def start() -> list[Any]:
+        """Return what a start finds; only what is read while it makes its sets is counted."""
+        checked.clear()
+        data = make_data(
+            data_config(name, root=str(root), size=16, **({"frames": 2} if name in ("videos", "rsna") else {}))
+        )
+        data.setup()
+        return [data.counts, data.description, sorted(path for path, _ in data.skipped)]
+
+    monkeypatch.setattr(cache, "attempt", lambda read, path: checked.append(path) or faults.attempt(read, path))
+    first = start()
+    assert sorted(checked) == files
+    assert (start(), checked) == (first, [])
+    files[3].write_bytes(b"damaged")
+    damaged = start()
+    assert checked == [files[3]]
+    assert damaged != first
+    assert (start(), checked) == (damaged, [])
+    files[5].touch()
+    start()
+    assert checked == [files[5]]
+
+    def lost(path: Path, *_: object, **__: object) -> Any:
+        if path == files[6]:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(path)
+
+    files[6].touch()
+    with monkeypatch.context() as losing:
+        losing.setattr(module, function, lost)
+        assert start() != damaged
+    assert (start(), checked) == (damaged, [files[6]])  # an error of the system is not kept
+
+
+def test_data_are_read_where_nothing_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_HOME", "/proc/nowhere")
+    root = MINIATURES["images"](tmp_path / "data")
+    data = make_data(data_config("images", root=str(root), size=8))
+    assert data.counts == (40, 10)

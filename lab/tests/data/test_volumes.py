@@ -290,24 +290,6 @@ def test_slices_without_a_label_are_no_part_of_it(tmp_path):
 # The index of headers
 
 
-def test_headers_are_read_once_and_again_where_a_file_changed(tmp_path, monkeypatch):
-    rsna_folder(tmp_path, 4)
-    reads = []
-    read = dicom.read_header
-    monkeypatch.setattr(dicom, "read_header", lambda path: reads.append(path.name) or read(path))
-    first = load("rsna", tmp_path)
-    assert len(reads) == len(list(tmp_path.rglob("*.dcm")))
-    reads.clear()
-    assert load("rsna", tmp_path).fingerprint == first.fingerprint
-    assert reads == []
-    changed = next(iter((tmp_path / "stage_2_train").glob("*.dcm")))
-    changed.write_bytes(changed.read_bytes() + b"\0\0")
-    write_series(tmp_path / "stage_2_train", head(3, False, 0), "new", prefix="ID_n")
-    load("rsna", tmp_path)
-    assert len(reads) == 4
-    assert changed.name in reads
-
-
 @pytest.mark.parametrize("content", [b"", b"{", b'{"version": 0, "files": {"a.dcm": 3}}', b'{"version": 1}'])
 def test_damaged_index_is_made_anew(tmp_path, content):
     path = write_slice(tmp_path / "a.dcm", np.zeros((ROWS, COLUMNS)), (1, 2, 3), study="1.2")

@@ -1,21 +1,29 @@
 """Cache folder for downloaded files, drawn images, indices and preprocessed examples."""
 
 import hashlib
+import json
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from rich.console import Console
+from rich.progress import track
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from torchrope.files import write_whole
+from torchrope_lab.data.faults import Fault, attempt, reason
+from torchrope_lab.files import read_mapping
 
 SCANS = 256
 """A process counts the bytes of the cache again each time it has written this fraction of the limit."""
+FILES_A_SAVE = 100_000
+FILES_WITH_PROGRESS = 2_000
 HEADER = 256
 """Bytes of a file beside those of the example, at most."""
 
@@ -27,6 +35,74 @@ logger = logging.getLogger(__name__)
 def cache_folder() -> Path:
     """Return the cache folder, `torchrope` in the folder of `torch.hub`."""
     return Path(torch.hub.get_dir()) / "torchrope"
+
+
+def index_of(root: Path, kind: str) -> Path:
+    """Return the file in the cache folder that keeps what was read of files below a folder."""
+    return cache_folder() / f"{kind}-{hashlib.sha256(str(root).encode()).hexdigest()[:16]}.json"
+
+
+def read_files(
+    root: Path,
+    paths: Sequence[str],
+    read: Callable[[Path], Any],
+    index: Path,
+    *,
+    version: str,
+    doing: str,
+    explain: Callable[[Exception], str] = reason,
+) -> tuple[dict[str, Any], list[Fault]]:
+    """Read every file once, in threads, and keep the results: one is read again if its size or time has changed.
+
+    Args:
+        root: Folder that the paths are relative to.
+        paths: The files.
+        read: Returns a value that JSON can hold and that is no text; raises if the file cannot be used.
+        index: The file that keeps the results, replaced atomically.
+        version: Identifies what `read` does; results of others are not used.
+        doing: Title of the progress bar, which many files have.
+        explain: Describes an error in one line.
+
+    Returns:
+        What `read` returned, as JSON gives it back where it was kept, by path, and the faults of the other files. An
+        error of the system, such as a lost connection, is not kept.
+    """
+    known = _read_index(index, version)
+    stamps = {path: _size_and_mtime(root / path) for path in paths}
+    entries = {path: known[path] for path in paths if path in known and known[path][:2] == stamps[path]}
+    unread = [path for path in paths if path not in entries]
+    passing = set()
+    with ThreadPoolExecutor() as pool:
+        results = pool.map(lambda path: attempt(read, root / path), unread)
+        hidden, console = len(unread) < FILES_WITH_PROGRESS, Console(stderr=True)
+        shown = track(results, doing, len(unread), console=console, transient=True, disable=hidden)
+        for number, (path, (value, error)) in enumerate(zip(unread, shown, strict=True), 1):
+            entries[path] = [*stamps[path], value if error is None else explain(error)]
+            if getattr(error, "errno", None) is not None:
+                passing.add(path)
+            if number % FILES_A_SAVE == 0 or number == len(unread):
+                kept = {path: entry for path, entry in entries.items() if path not in passing}
+                with suppress(OSError):
+                    write_whole(index, json.dumps({"version": version, "files": kept}))
+    faults = [(path, entries[path][2]) for path in paths if isinstance(entries[path][2], str)]
+    return {path: entries[path][2] for path in paths if not isinstance(entries[path][2], str)}, faults
+
+
+def _size_and_mtime(path: Path) -> list[int]:
+    try:
+        state = path.stat()
+    except OSError:
+        return [-1, -1]
+    return [state.st_size, state.st_mtime_ns]
+
+
+def _read_index(index: Path, version: str) -> dict[str, Any]:
+    """Return what is kept; nothing if the index is missing, damaged or of another version."""
+    try:
+        stored = read_mapping(index, "an index of files")
+    except ValueError:
+        return {}
+    return stored.get("files", {}) if stored.get("version") == version else {}
 
 
 class ExampleCache:

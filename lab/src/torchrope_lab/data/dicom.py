@@ -1,12 +1,9 @@
 """DICOM files: an index of their headers, slices sorted by position, values in Hounsfield units."""
 
-import hashlib
-import json
 import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,18 +13,13 @@ import pydicom
 import torch
 from pydicom.errors import InvalidDicomError
 from pydicom.pixels import apply_modality_lut
-from rich.console import Console
-from rich.progress import track
 
-from torchrope.files import write_whole
-from torchrope_lab.data.faults import Fault, reason
-from torchrope_lab.files import read_mapping
+from torchrope_lab.data.cache import index_of, read_files
+from torchrope_lab.data.faults import Fault
 from torchrope_lab.mistakes import Mistake
 
 INDEX_NAME = ".torchrope-headers.json"
-INDEX_VERSION = 2
-HEADERS_A_SAVE = 100_000
-HEADERS_WITH_PROGRESS = 2_000
+INDEX_VERSION = "2"
 NEEDED = [
     "SOPInstanceUID",
     "StudyInstanceUID",
@@ -110,25 +102,11 @@ def index_headers(root: Path, paths: Sequence[str], *, folder: Path) -> tuple[di
     Returns:
         Headers by path, and (path, fault) of the files without a valid header.
     """
-    name = f"headers-{hashlib.sha256(str(root).encode()).hexdigest()[:16]}.json"
-    index = root / INDEX_NAME if os.access(root, os.W_OK) else folder / name
-    known = _read_index(index)
-    stamps = {path: _size_and_mtime(root / path) for path in paths}
-    entries = {path: known[path] for path in paths if path in known and known[path][:2] == stamps[path]}
-    unread = [path for path in paths if path not in entries]
-    console, hidden = Console(stderr=True), len(unread) < HEADERS_WITH_PROGRESS
-    with ThreadPoolExecutor() as pool:
-        headers = pool.map(lambda path: _header_or_fault(root / path), unread)
-        shown = track(
-            headers, "Reading headers of slices", len(unread), console=console, transient=True, disable=hidden
-        )
-        for number, (path, header) in enumerate(zip(unread, shown, strict=True), 1):
-            entries[path] = [*stamps[path], header]
-            if number % HEADERS_A_SAVE == 0 or number == len(unread):
-                write_whole(index, json.dumps({"version": INDEX_VERSION, "files": entries}))
-    faults = [(path, entries[path][2]) for path in paths if isinstance(entries[path][2], str)]
-    damaged = {path for path, _ in faults}
-    return {path: Header(*entries[path][2]) for path in paths if path not in damaged}, faults
+    index = root / INDEX_NAME if os.access(root, os.W_OK) else folder / index_of(root, "headers").name
+    headers, faults = read_files(
+        root, paths, read_header, index, version=INDEX_VERSION, doing="Reading headers of slices"
+    )
+    return {path: Header(*header) for path, header in headers.items()}, faults
 
 
 def sort_slices(
@@ -251,29 +229,3 @@ def _floats(dataset: Any, tag: str, number: int) -> tuple[float, ...]:
         wanted = "a finite number" if number == 1 else f"{number} finite numbers"
         raise Mistake(f"{tag} must be {wanted}, got {_text(dataset, tag)[:60]!r}")
     return numbers
-
-
-def _header_or_fault(path: Path) -> Header | str:
-    try:
-        return read_header(path)
-    except MemoryError:
-        raise
-    except Exception as error:  # damaged files raise many kinds
-        return reason(error)
-
-
-def _size_and_mtime(path: Path) -> list[int]:
-    try:
-        state = path.stat()
-    except OSError:
-        return [-1, -1]
-    return [state.st_size, state.st_mtime_ns]
-
-
-def _read_index(index: Path) -> dict[str, Any]:
-    """Return the cached headers; none if the index is missing, damaged or of another version."""
-    try:
-        stored = read_mapping(index, "an index of headers")
-    except ValueError:
-        return {}
-    return stored.get("files", {}) if stored.get("version") == INDEX_VERSION else {}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
+import PIL
 import simplejpeg
 import torch
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
@@ -16,10 +17,11 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as image_ops
 
+from torchrope_lab.data.cache import index_of, read_files
 from torchrope_lab.data.config import NATIVE, ImagesConfig
 from torchrope_lab.data.crops import CropTransform, centre, random_crop
 from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.data.faults import find_faults, name_some, reason, warn_skipped
+from torchrope_lab.data.faults import name_some, reason, warn_skipped
 from torchrope_lab.data.folders import files_below, subfolders, warn_unread
 from torchrope_lab.data.shards import Sample, Shards
 from torchrope_lab.data.streamed import StreamedSet
@@ -162,8 +164,9 @@ class Images(CroppedImages):
     Without train and val, a fifth of each class is held out by a hash of path and `split_seed`: the split is the same
     on every machine, and adding an image moves almost no other between the parts. Training crops 60 to 100 % of an
     image at random, without flips unless `augment.flip` is set, since left and right may be classes; validation takes
-    the centre, at any size from the files. Every file is decoded once in `setup`; unreadable files are skipped, named
-    in one warning and listed in `skipped`, transparent ones are composed on white and counted in another.
+    the centre, at any size from the files. Every file is decoded once, and again when it has changed; unreadable files
+    are skipped, named in one warning and listed in `skipped`, transparent ones are composed on white and counted in
+    another.
 
     Raises:
         ValueError: root is missing, is not a readable folder, or has another layout.
@@ -179,7 +182,7 @@ class Images(CroppedImages):
         self.description = f"Images from the folder {self.root.name}; the class is the sub-folder."
 
     def datasets(self) -> tuple[ImageSet, ImageSet]:
-        """Decode every file once, split, select `train_size` and `val_size` images, and measure mean and std."""
+        """Check the files, split, select `train_size` and `val_size` images, and measure mean and std."""
         config, side = self.config, self.input_size[0]
         train, val = split_parts(self._readable_samples(), self.classes, config.split_seed, "images")
         train = select_examples(train, config.train_size, config.split_seed, "train_size")
@@ -197,13 +200,16 @@ class Images(CroppedImages):
         listed = {part: list_samples(self.root, folder, self.classes) for part, folder in self.folders.items()}
         paths = [path for samples in listed.values() for path, _ in samples]
         warn_unread(self.root, paths, f"images of a class ({' '.join(IMG_EXTENSIONS)})")
-        transparent = self._transparent = set[str]()
-
-        def read(path: str) -> None:
-            if decode(self.root / path, self.input_size[0])[1]:
-                transparent.add(path)
-
-        self.skipped = find_faults(paths, read, explain_fault)
+        found, self.skipped = read_files(
+            self.root,
+            paths,
+            lambda path: decode(path, self.input_size[0])[1],
+            index_of(self.root, "images"),
+            version=f"1 {PIL.__version__}",
+            doing="Checking images",
+            explain=explain_fault,
+        )
+        transparent = self._transparent = {path for path, is_transparent in found.items() if is_transparent}
         if len(self.skipped) == len(paths):
             raise Mistake(
                 f"--data.root must hold readable images ({' '.join(IMG_EXTENSIONS)}), found 0 in {str(self.root)!r}"

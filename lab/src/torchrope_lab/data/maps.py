@@ -7,10 +7,12 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 import numpy as np
+import PIL
 import torch
 from torch import Tensor
 from torchvision import tv_tensors
 
+from torchrope_lab.data.cache import index_of, read_files
 from torchrope_lab.data.config import ADE20kConfig, SegmentsConfig
 from torchrope_lab.data.dense import (
     IGNORED,
@@ -23,7 +25,7 @@ from torchrope_lab.data.dense import (
     map_scale_jitter,
     select_some,
 )
-from torchrope_lab.data.faults import Fault, find_faults, name_some, warn_skipped
+from torchrope_lab.data.faults import Fault, name_some, warn_skipped
 from torchrope_lab.data.folders import subfolders, warn_unread
 from torchrope_lab.data.images import check_parts, existing_folder, list_samples, load_image, open_image
 from torchrope_lab.mistakes import Mistake
@@ -233,14 +235,14 @@ def read_mask(path: Path) -> Tensor:
 
 def largest_index(root: Path, masks: Sequence[str]) -> tuple[int, list[Fault]]:
     """Return the largest index in all masks, ignoring 255, and the unreadable masks."""
-    maxima = {"": 0}
 
-    def read(mask: str) -> None:
-        indices = read_mask(root / mask)
-        maxima[mask] = int(indices[indices != IGNORED].max()) if bool((indices != IGNORED).any()) else 0
+    def read(path: Path) -> int:
+        indices = read_mask(path)
+        return int(indices[indices != IGNORED].max()) if bool((indices != IGNORED).any()) else 0
 
-    faults = find_faults(masks, read)
-    return max(maxima.values()), faults
+    index = index_of(root, "masks")
+    maxima, faults = read_files(root, masks, read, index, version=f"1 {PIL.__version__}", doing="Checking masks")
+    return max(maxima.values(), default=0), faults
 
 
 def read_ade20k_classes(path: Path) -> tuple[str, ...]:

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchvision.transforms.v2 import functional as image_ops
 
-from torchrope_lab.data.cache import ExampleCache
+from torchrope_lab.data.cache import ExampleCache, index_of, read_files
 from torchrope_lab.data.clips import crop_corners, test_frames, training_frames
 from torchrope_lab.data.config import VideosConfig
 from torchrope_lab.data.crops import CropTransform, centre, random_crop
 from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.data.faults import find_faults, name_some, warn_skipped
+from torchrope_lab.data.faults import name_some, warn_skipped
 from torchrope_lab.data.folders import warn_unread
 from torchrope_lab.data.images import (
     Sample,
@@ -248,12 +248,15 @@ class Videos(DataModule):
     def openable(self, parts: Mapping[str, list[Sample]]) -> dict[str, list[Sample]]:
         """Remove videos that cannot be opened; they are listed in `skipped`."""
 
-        def read(path: str) -> None:
-            with open_video(self.root / path) as video:
-                self.shorter_sides[path] = min(video.height, video.width)
+        def read(path: Path) -> int:
+            with open_video(path) as video:
+                return min(video.height, video.width)
 
         paths = [path for samples in parts.values() for path, _ in samples]
-        self.skipped = find_faults(paths, read)
+        index, version = index_of(self.root, "videos"), f"1 {av.__version__}"
+        self.shorter_sides, self.skipped = read_files(
+            self.root, paths, read, index, version=version, doing="Opening videos"
+        )
         if len(self.skipped) == len(paths):
             named = f": {name_some(self.skipped)}" if paths else ""
             rule = f"--data.root must hold readable videos ({' '.join(VIDEO_EXTENSIONS)})"
