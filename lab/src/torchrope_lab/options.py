@@ -22,7 +22,7 @@ from torchrope_lab.arguments import (
     setting_of,
 )
 from torchrope_lab.data.config import DataConfig, data_sets_with, settings_of
-from torchrope_lab.files import parse_yaml, read_mapping
+from torchrope_lab.files import read_mapping
 from torchrope_lab.mistakes import Mistake
 from torchrope_lab.modules import load_module
 from torchrope_lab.schema import build, convert
@@ -32,7 +32,6 @@ Config = TypeVar("Config")
 
 _ALLOWED = ("torchrope", "torch", "torchvision", "timm")
 _LOADERS = ("torch.load", "torch.hub", "torch.package", "torch.serialization", "torch.utils.cpp_extension")
-_BOUNDED = "bounded-yaml"
 _NEGATIVE = re.compile(r"-[\d.]")
 """Values that begin with a minus sign, such as -1,0."""
 REPLACED = {
@@ -144,7 +143,7 @@ def parse(
 
 
 def _parser(command: str, description: str, usage: str, config: type) -> Any:
-    from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_loader
+    from jsonargparse import ArgumentParser, DefaultHelpFormatter, get_loader, set_loader
     from yaml import YAMLError
 
     class Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -153,7 +152,7 @@ def _parser(command: str, description: str, usage: str, config: type) -> Any:
         def _expand_help(self, action: argparse.Action) -> str:
             return super()._expand_help(action).replace("<class 'Path'>", "path")
 
-    set_loader(_BOUNDED, _load_bounded, (YAMLError, ValueError))
+    set_loader("same-yaml", get_loader("yaml"), (YAMLError, ValueError))  # by its name "yaml" it reads 1 as 1.0
     parser = ArgumentParser(
         prog=f"torchrope {command}",
         usage=f"torchrope {command} {usage}",
@@ -162,7 +161,7 @@ def _parser(command: str, description: str, usage: str, config: type) -> Any:
         exit_on_error=False,
         allow_abbrev=False,
         add_help=False,
-        parser_mode=_BOUNDED,
+        parser_mode="same-yaml",
     )
     parser._negative_number_matcher = _NEGATIVE
     parser.add_argument("-h", "--help", action=ShowHelp, settings=config)
@@ -262,13 +261,6 @@ def _unknown(name: str, given: dict[str, Given], parser: Any) -> str:
     if each.typed:
         return f"there is no option {each.name}{nearest(each.name, parser._option_string_actions)}"
     return f"there is no setting {each.name}{nearest(name, defaults)}"
-
-
-def _load_bounded(text: str) -> Any:
-    """Parse YAML of files and values as jsonargparse does, and reject aliases that expand without bound."""
-    from jsonargparse import get_loader
-
-    return parse_yaml(text, get_loader("yaml"))
 
 
 def _name(setting: str, given: dict[str, Given]) -> str:

@@ -442,7 +442,6 @@ def damaged_figure(change):
     ("text", "message"),
     [
         ("{", "a result must be valid JSON or YAML, got"),
-        ("\xff", "a result must be valid JSON or YAML, got"),
         ("[" * 100_000, "a result must be valid JSON or YAML, got"),
         ("[]", "a result must hold named settings, got"),
         ("{}", "schema must be 1, got None"),
@@ -454,18 +453,8 @@ def damaged_figure(change):
             "rows[1].gap must be a number, text",
         ),
         (damaged_figure(lambda f: f.update(kind="pie")), "figures[0].kind must be one of lines"),
-        (damaged_figure(lambda f: f["x"].update(scale="log2")), "x.scale must be one of linear"),
         (damaged_figure(lambda f: f.update(name="probes")), "figures must have different names"),
         (damaged(lambda s: s["run"].update(config=[])), "study.run.config must be an object, got []"),
-        (damaged(lambda s: s["run"]["machine"].update(cpu=["x"])), "study.run.machine.cpu must be a number, text,"),
-        (damaged(lambda s: s["run"].update(versions="2.14")), "study.run.versions must be an object, got '2.14'"),
-        (damaged(lambda s: s["run"].update(trained=[{}])), "study.run.trained[0] must have 'runs', got []"),
-        (damaged(lambda s: s["run"].update(trained=[{"runs": 1, "date": 7}])), "trained[0].date must be text, got 7"),
-        (
-            damaged(lambda s: s["run"].update(trained=[{"runs": 1, "versions": "2.14"}])),
-            "study.run.trained[0].versions must be an object, got '2.14'",
-        ),
-        (damaged(lambda s: s["data"].update(train=10**400)), "integers must fit into 64 bits, got one of 1329"),
         (damaged(lambda s: s["data"].update(train=10**16)), "study.data.train must be within ±1e+15, got 1000"),
     ],
 )

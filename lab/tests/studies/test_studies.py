@@ -69,22 +69,18 @@ def test_run_is_trained_once_for_all_studies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "same"),
+    "changed",
     [
-        ({"seed": 1}, False),
-        ({"encoding": "liere"}, False),
-        ({"model": ModelConfig(dim=16)}, False),
-        ({"data": data_config(train_size=10)}, False),
-        ({"optim": OptimConfig(lr=1e-5)}, False),
-        ({"run": ExecutionConfig(precision="bf16")}, False),
-        ({"run": ExecutionConfig(compile=True, logs=["csv"], on_nan="skip")}, True),
-        ({"data": data_config(workers=2)}, True),
-        ({"model": ModelConfig(checkpoint_layers=True)}, True),
+        {"seed": 1},
+        {"encoding": "liere"},
+        {"model": ModelConfig(dim=16)},
+        {"data": data_config(train_size=10)},
+        {"optim": OptimConfig(lr=1e-5)},
+        {"run": ExecutionConfig(precision="bf16")},
     ],
 )
-def test_run_key_depends_on_settings_that_change_results(changed: dict, same: bool) -> None:
-    defaults = RunConfig(run=ExecutionConfig(on_nan="ignore"))
-    assert (Run(replace(defaults, **changed)).name == Run(defaults).name) == same
+def test_run_key_depends_on_settings_that_change_results(changed: dict) -> None:
+    assert Run(replace(RunConfig(), **changed)).name != Run(RunConfig()).name
 
 
 def test_run_key_is_that_of_equal_settings() -> None:
@@ -246,15 +242,6 @@ def test_dry_run_says_what_is_finished_and_takes_its_times(tmp_path: Path) -> No
     assert re.fullmatch(r"runs to train or measure: 1 of 2, about [45] minutes to train", lines[2])
     there.train(there.runs(["none"]))
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
-
-
-def test_other_examples_are_refused(tmp_path: Path) -> None:
-    here = lab(tmp_path)
-    [trained] = here.train([here.run("none")])
-    result = json.loads((trained.folder / "result.json").read_text())
-    (trained.folder / "result.json").write_text(json.dumps({**result, "fingerprint": "others"}))
-    with pytest.raises(ValueError, match="the data must be what the runs in --out were trained on"):
-        here.train([here.run("none")])
 
 
 def test_bad_run_is_refused_before_any_trains(tmp_path: Path) -> None:

@@ -221,31 +221,6 @@ def test_signals_to_the_group_do_not_end_processes_that_load_data() -> None:
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.slow
-def test_sigterm_to_the_group_saves_with_processes_that_load_data(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "torchrope_lab",
-        "train",
-        *OPTIONS,
-        "--data.workers=2",
-        "--data.batch_size=10",
-        "--epochs=5000",
-    ]
-    process = subprocess.Popen(
-        [*command, "--out", str(tmp_path)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-    )
-    while process.poll() is None and not (tmp_path / "checkpoint.ckpt").exists():
-        multiprocessing.connection.wait([], 0.05)
-    os.killpg(process.pid, signal.SIGTERM)
-    _, error = process.communicate(timeout=120)
-    assert process.returncode == 75, error
-    assert error.decode().count("\n") == 1
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
 @pytest.mark.parametrize("array", [False, True])
 def test_preempted_slurm_job_saves_and_is_requeued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, array: bool
@@ -788,8 +763,6 @@ def test_settings_that_change_no_number_are_the_same_for_runs_and_resumed_folder
     assert {*CHANGES} == {*MAY_CHANGE}
     for name, value in CHANGES.items():
         assert Run(changed(config, name, value)).key == Run(config).key, name
-    for name, value in {"run.precision": "bf16", "data.size": 8, "optim.lr": 1e-5}.items():
-        assert Run(changed(config, name, value)).key != Run(config).key, name
 
 
 @pytest.mark.parametrize("finished", [True, False])

@@ -112,7 +112,7 @@ def index_headers(root: Path, paths: Sequence[str], *, folder: Path) -> tuple[di
 def sort_slices(
     paths: Sequence[str], headers: Mapping[str, Header]
 ) -> tuple[list[str], tuple[float, float, float], float]:
-    """Sort the slices of a series along their common normal; of copies of one slice the first by name is kept.
+    """Sort the slices of a series along their common normal; of a few that are repeated the first by name is kept.
 
     Returns:
         The paths, the spacing in mm of (slices, rows, columns), which is the median distance of neighbours, or the
@@ -137,13 +137,17 @@ def sort_slices(
             if first != value:
                 raise _several(f"{name} {first} and {value} in {where} and {path}")
     placed: dict[float, str] = {}
+    repeated = []
     for path in sorted(paths):
         header = headers[path]
         earlier = placed.setdefault(round(float(np.dot(header.position, normal)), 3), path)
         if header.instance != headers[earlier].instance:
             values = zip((*OF_VOLUME, *OF_SLICE), headers[earlier].told, header.told, strict=True)
             differ = ", ".join(f"{name} {one or 'none'} and {two or 'none'}" for name, one, two in values if one != two)
-            raise _several(f"{earlier} and {path} at one position{differ and f' with {differ}'}")
+            repeated.append((differ, f"{earlier} and {path} at one position"))
+    told = [f"{where} with {differ}" for differ, where in repeated if differ]
+    if told or 2 * len(repeated) > len(placed):
+        raise _several(told[0] if told else repeated[0][1])
     places = sorted(placed)
     steps = [after - before for before, after in pairwise(places)]
     distance = statistics.median(steps) if steps else one.thickness

@@ -84,11 +84,7 @@ def find(lab: Lab) -> Findings:
 
 
 def _patch_size(models: Models) -> Size:
-    """Return the patch size of all models, after checking that the checkpoints fit the data and each other.
-
-    Raises:
-        ValueError: a checkpoint is not a ViT, or has another input size, number of channels or patch size.
-    """
+    """Return the patch size of all models; raise ValueError for checkpoints that fit neither data nor each other."""
     data = models.lab.data
     given = (data.in_channels, *data.input_size)
     first = on_lattice(models.lab.blueprint(models.runs[0])) if models.runs else None

@@ -1,7 +1,7 @@
 """Numbers of every study on a tiny store of runs, before and after a change of the laboratory.
 
-    python lab/tests/support/golden.py write FOLDER       train the store, and write FOLDER/golden.json
-    python lab/tests/support/golden.py compare FOLDER     train it again elsewhere, and compare bit by bit
+    python benchmarks/same_numbers.py write FOLDER       train the store, and write FOLDER/numbers.json
+    python benchmarks/same_numbers.py compare FOLDER     train it again elsewhere, and compare bit by bit
 
 A tiny store is the studies on digits, moving digits, points and generated segments, with every setting explicit, four
 encodings and two seeds. Compared are the predictions of every run, and the cells of every table and figure by their
@@ -17,9 +17,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from miniatures import points, segments
-
 from torchrope_lab.cli import main as torchrope
+
+sys.path.append(str(Path(__file__).parents[1] / "lab" / "tests" / "support"))
+from miniatures import points, segments
 
 SOME = "accuracy,capacity,shuffle,generators,sharing"
 OTHERS = "data-efficiency,training-efficiency,model-size,resolution,pooling,finetune,learning,attention"
@@ -103,7 +104,7 @@ def main() -> None:
     parser.add_argument("--data", default=",".join(SETTINGS))
     parser.add_argument("--reuse", action="store_true")
     arguments = parser.parse_args()
-    names, target = arguments.data.split(","), arguments.folder / "golden.json"
+    names, target = arguments.data.split(","), arguments.folder / "numbers.json"
     files = arguments.folder.resolve() / "files"
     if arguments.what == "write":
         for name in FILES.keys() & {*names}:
