@@ -17,7 +17,7 @@ LINES = {
     "src/torchrope": 22005,
     "src/torchrope/ops": 6713,
     "src/torchrope/integrations": 6122,
-    "lab/src": 27507,
+    "lab/src": 27506,
     "tests": 23845,
     "lab/tests": 22964,
     "benchmarks": 4500,

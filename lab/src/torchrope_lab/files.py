@@ -12,6 +12,7 @@ from torchrope_lab.mistakes import Mistake
 
 CURVE = "curve.csv"
 EVALUATION = "evaluation.json"
+RESULTS = "results.json"
 LONGEST = 60
 """Characters of a data set's name, which may be a path, in the names of files."""
 

@@ -530,12 +530,7 @@ def _tango(gained: Array, lost: Array, examples: Array, quantile: Array) -> tupl
 
 
 def _holm(count: int, differ: Callable[[float], NDArray[np.bool_]]) -> tuple[float, NDArray[np.bool_]]:
-    """Run Holm's procedure; return the tail at which it ends, and which differences are significant.
-
-    Args:
-        count: Number of differences.
-        differ: Whether intervals with a tail probability at each end exclude 0, `(count,)`.
-    """
+    """Run Holm's procedure; return the tail at which it ends, and which of the differences are significant."""
     rejected = np.zeros(count, dtype=bool)
     while True:
         tail = ERROR_RATE / 2 / max(int((~rejected).sum()), 1)

@@ -168,8 +168,8 @@ def test_training_with_all_augmentation_is_reproducible(tmp_path):
     weights = []
     for name in ("one", "two"):
         config = data_config("cifar10", root=root, batch_size=10, train_size=20, val_size=10, augment=dict(EVERYTHING))
-        data, classifier, rows = train_two_steps(config, tmp_path / name, epochs=2)
-        assert data.trainer.global_step == 4
+        _, classifier, rows = train_two_steps(config, tmp_path / name, epochs=2)
+        assert classifier.trainer.global_step == 4
         assert 0 <= rows[-1]["val_top1"] <= 1
         weights.append(classifier.state_dict())
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])

@@ -219,7 +219,7 @@ def test_damaged_binary_file_is_named(tmp_path, damage, message):
 def test_cifar_trains_two_steps(tmp_path, kind):
     root = str(cifar(tmp_path / "data", kind))
     config = data_config(f"cifar{kind}", root=root, batch_size=16, train_size=32, val_size=16, augment={"flip": True})
-    data, classifier, rows = train_two_steps(config, tmp_path / "run")
-    assert data.trainer.global_step == 2
+    _, classifier, rows = train_two_steps(config, tmp_path / "run")
+    assert classifier.trainer.global_step == 2
     assert rows[0]["train_loss"] > 0
     assert all(parameter.isfinite().all() for parameter in classifier.parameters())

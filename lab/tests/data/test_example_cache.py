@@ -216,7 +216,6 @@ def test_files_are_checked_once_and_again_where_one_changed(
     read = getattr(module, function)
 
     def start() -> list[Any]:
-        """Return what a start finds; only what is read while it makes its sets is counted."""
         checked.clear()
         data = make_data(
             data_config(name, root=str(root), size=16, **({"frames": 2} if name in ("videos", "rsna") else {}))

@@ -219,6 +219,6 @@ def test_imagenet_trains_two_steps(tmp_path, write):
         batch_size=12,
         augment={"flip": True, "randaugment": [1, 5], "mixup": 0.8, "cutmix": 1.0},
     )
-    data, _, rows = train_two_steps(config, tmp_path / "run")
-    assert data.trainer.global_step == 2
+    _, classifier, rows = train_two_steps(config, tmp_path / "run")
+    assert classifier.trainer.global_step == 2
     assert json.dumps(rows[0]["train_loss"]) not in ("NaN", "0.0")

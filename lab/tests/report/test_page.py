@@ -444,8 +444,6 @@ def damaged_figure(change):
         ("{", "a result must be valid JSON or YAML, got"),
         ("[" * 100_000, "a result must be valid JSON or YAML, got"),
         ("[]", "a result must hold named settings, got"),
-        ("{}", "schema must be 1, got None"),
-        (damaged(lambda s: s.update(schema=2)), "schema must be 1, got 2"),
         (damaged(lambda s: s.pop("question")), "study must have 'question', got"),
         (damaged(lambda s: s["findings"].update(answer=7)), "study.findings.answer must be text, got 7"),
         (
@@ -454,7 +452,6 @@ def damaged_figure(change):
         ),
         (damaged_figure(lambda f: f.update(kind="pie")), "figures[0].kind must be one of lines"),
         (damaged_figure(lambda f: f.update(name="probes")), "figures must have different names"),
-        (damaged(lambda s: s["run"].update(config=[])), "study.run.config must be an object, got []"),
         (damaged(lambda s: s["data"].update(train=10**16)), "study.data.train must be within ±1e+15, got 1000"),
     ],
 )

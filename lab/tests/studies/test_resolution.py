@@ -18,7 +18,7 @@ from torchrope_lab.data.config import data_config
 from torchrope_lab.results import Findings
 from torchrope_lab.studies import resolution
 from torchrope_lab.studies.engine.config import StudyConfig
-from torchrope_lab.studies.engine.study import Lab
+from torchrope_lab.studies.engine.study import Lab, find_study
 from torchrope_lab.studies.other_sizes import adaptations, extended_for, fixed_position_range, rescaled_for
 from torchrope_lab.training.config import ModelConfig, OptimConfig
 from torchrope_lab.training.models import build_model
@@ -112,6 +112,18 @@ def test_only_smaller_sizes_are_answered_at_the_smallest(out: Path, found: dict[
     assert "4 × 4 (0.5 times the training size)" in smaller["answer"]
     assert "Effect of scaled frequencies" not in {table["title"] for table in smaller["tables"]}
     assert "Smallest minus training size" in {column["title"] for column in smaller["tables"][0]["columns"]}
+
+
+@pytest.mark.parametrize(
+    "study", ["resolution", "training-efficiency", pytest.param("data-efficiency", marks=pytest.mark.slow)]
+)
+def test_nothing_is_best_sooner_or_enough_at_the_level_of_chance(tmp_path: Path, study: str) -> None:
+    at_chance = OptimConfig(epochs=1, warmup_epochs=0, lr=1e-9)
+    here = lab(tmp_path, "learned", "mixed", sizes=[4] if study == "resolution" else [], optim=at_chance)
+    result = kept(find_study(study).find(here))
+    assert "not significantly better than always predicting the most frequent class" in result["answer"]
+    verdicts = {row["verdict"] for table in result["tables"] for row in table["rows"] if "verdict" in row}
+    assert verdicts <= {"nothing learned", "not significant", "the reference"}
 
 
 @pytest.mark.parametrize(

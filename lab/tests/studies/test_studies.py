@@ -199,7 +199,7 @@ def test_dry_run_lists_runs_and_trains_nothing(tmp_path: Path) -> None:
     console = Console(file=out, width=80)
     settings = config(tmp_path, seeds=2, encodings=["none", "mixed", "liere:5"])
     assert run_study(find_study("shuffle"), settings, command="", console=console, dry_run=True) is None
-    lines = out.getvalue().splitlines()
+    lines = out.getvalue().removeprefix("shuffle:\n").splitlines()
     epochs = settings.optim.epochs
     named = [line.partition(" (")[0] for line in lines[:4]]
     assert named == [f"{name} seed {seed}" for name in ("none", "mixed") for seed in (0, 1)]

@@ -753,16 +753,13 @@ CHANGES = {
 }
 
 
-def changed(config: Any, name: str, value: object) -> Any:
-    part, setting = name.split(".")
-    return replace(config, **{part: replace(getattr(config, part), **{setting: value})})
-
-
 def test_settings_that_change_no_number_are_the_same_for_runs_and_resumed_folders() -> None:
     config = RunConfig(data=data_config("volumes"))
     assert {*CHANGES} == {*MAY_CHANGE}
     for name, value in CHANGES.items():
-        assert Run(changed(config, name, value)).key == Run(config).key, name
+        part, setting = name.split(".")
+        other = replace(config, **{part: replace(getattr(config, part), **{setting: value})})
+        assert Run(other).key == Run(config).key, name
 
 
 @pytest.mark.parametrize("finished", [True, False])

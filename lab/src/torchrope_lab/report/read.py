@@ -3,10 +3,10 @@
 import logging
 from pathlib import Path
 
+from torchrope_lab.files import RESULTS
 from torchrope_lab.mistakes import Mistake
 from torchrope_lab.registry import STUDIES
 from torchrope_lab.results import StudyResult
-from torchrope_lab.studies.config import RESULTS
 
 logger = logging.getLogger(__name__)
 

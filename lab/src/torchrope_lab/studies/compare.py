@@ -13,11 +13,11 @@ from rich.console import Console
 from torchrope.files import write_whole
 from torchrope_lab.data.config import data_config
 from torchrope_lab.encodings import load_modules, resolve_encoding
-from torchrope_lab.files import holds_files, read_mapping, write_new
+from torchrope_lab.files import RESULTS, holds_files, read_mapping, write_new
 from torchrope_lab.mistakes import Mistake
 from torchrope_lab.results import StudyResult
 from torchrope_lab.studies.compare_findings import Results, findings
-from torchrope_lab.studies.config import RESULTS, SCALES, CompareConfig
+from torchrope_lab.studies.config import SCALES, CompareConfig
 from torchrope_lab.studies.engine.comparison import compare_runs
 from torchrope_lab.studies.engine.dry_run import NotTrained
 from torchrope_lab.studies.engine.folds import in_folds
@@ -73,16 +73,16 @@ def compare(
     runs = [lab.run(name, seed) for seed in lab.seeds for name in config.encodings]
     for run in runs:
         lab.blueprint(run)  # raises for a bad setting before anything is written
-    counts = {"encoding": len(config.encodings), "seed": config.seeds, "fold": config.data.folds}
-    all_runs = " x ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items() if count)
-    console.print(
-        f"comparing {all_runs} on {config.data.name}; output folder: {config.out}", highlight=False, soft_wrap=True
-    )
     settings = yaml.safe_dump(plain(config), sort_keys=False)
     if not dry_run:
         if is_new and not write_new(folder / CONFIG, settings):  # another command has taken the folder meanwhile
             return compare(asked, command=command, console=console, allow=allow)
         write_whole(folder / CONFIG, settings)
+    counts = {"encoding": len(config.encodings), "seed": config.seeds, "fold": config.data.folds}
+    all_runs = " x ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items() if count)
+    console.print(
+        f"comparing {all_runs} on {config.data.name}; output folder: {config.out}", highlight=False, soft_wrap=True
+    )
     measured: dict[str, Measured] = {}
     measure = robustness(lab.data, config.scales, _passes(lab, runs[0], config.scales))
 
@@ -112,11 +112,7 @@ def check_scales(config: CompareConfig) -> None:
 
 
 def _extended(folder: Path, config: CompareConfig) -> CompareConfig:
-    """Add the encodings and seeds of earlier calls on the folder to the configuration.
-
-    Raises:
-        ValueError: the folder was written with another configuration, or contains unrelated files.
-    """
+    """Add the encodings and seeds of earlier calls on the folder to the configuration; refuse unrelated folders."""
     file = folder / CONFIG
     if not file.exists():
         if folder.is_file() or (holds_files(folder) and not (folder / "runs").is_dir()):

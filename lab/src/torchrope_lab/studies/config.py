@@ -7,7 +7,6 @@ from torchrope_lab.mistakes import Mistake
 from torchrope_lab.schema import DISTINCT, OpenUnit, PositiveFloat
 from torchrope_lab.studies.engine.config import LabConfig, fitting
 
-RESULTS = "results.json"
 ENCODINGS = ["none", "learned", "axial", "mixed", "liere:8", "liere", "comrope-ap", "comrope-ld"]
 SCALES = [0.5, 0.75, 1.0, 1.25, 1.5, 2.0]
 

@@ -11,8 +11,10 @@ from torchrope_lab.studies.engine.estimates import (
     drawn_means,
     estimate_in,
     format_interval,
+    not_learned,
     simultaneous_intervals,
     table_of,
+    top1,
     with_interval,
 )
 from torchrope_lab.studies.engine.grid import (
@@ -47,6 +49,8 @@ def _data_needed(results: Results) -> Section:
     """Estimate the share of the data with which every encoding reaches the reference trained on all of it."""
     lab, reference = results.lab, results.reference
     rights = {(cell.name, cell.level): cell.right for cell in results.cells}
+    if top1(rights[reference, 100]).low <= 100 * results.chance:
+        return Section(answer=f"{not_learned(f'The reference, {reference},', results.chance)}.")
     drawn_right = dict(zip(rights, drawn_means([*rights.values()]).T, strict=True))  # of the same draws
     target, drawn_target = rights[reference, 100].mean(), drawn_right[reference, 100]
     reached = {}

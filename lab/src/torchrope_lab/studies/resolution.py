@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from torchrope.encodings import NoEncoding
-from torchrope_lab.conclusion import Interval, join_names, one_seed
+from torchrope_lab.conclusion import Conclusion, Interval, join_names, one_seed
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.mistakes import Mistake
 from torchrope_lab.results import Axis, Column, Figure, Findings, Table
+from torchrope_lab.statistics import constant_accuracy
 from torchrope_lab.studies.engine.estimates import (
     NONE_POSSIBLE,
     SIMULTANEOUS,
@@ -22,6 +23,7 @@ from torchrope_lab.studies.engine.estimates import (
     concluded,
     contrasts,
     name_columns,
+    not_learned,
     percent,
     table_of,
     tied_with,
@@ -175,9 +177,10 @@ def find(lab: Lab) -> Findings:
     groups = {arm: [next(trained) for _ in runs] for arm, runs in plan.items()}
     results = _evaluate(lab, groups, adapted, sizes)
     effects = _effects(results)
+    conclusion = concluded(_unchanged(results[sizes.farthest]), constant_accuracy(lab.data.val_labels))
     return Findings(
-        answer=_answer(results, effects, sizes, len(lab.seeds)),
-        tables=_tables(results, effects, sizes, _how_sized(lab.data, sizes)),
+        answer=_answer(results, effects, sizes, conclusion, len(lab.seeds)),
+        tables=_tables(results, effects, sizes, conclusion, _how_sized(lab.data, sizes)),
         figures=_figures(results, effects, sizes),
     )
 
@@ -256,10 +259,9 @@ def _at_sizes(sizes: Sequence[Size], unit: str, value: Callable[[Size, Arm], Int
     return [(with_interval(f"at{_key(size)}", _shown(size), unit, 1), partial(value, size)) for size in sizes]
 
 
-def _tables(results: Results, effects: Effects, sizes: Sizes, how: str) -> list[Table]:
+def _tables(results: Results, effects: Effects, sizes: Sizes, conclusion: Conclusion, how: str) -> list[Table]:
     which, last = "largest" if sizes.larger else "smallest", results[sizes.farthest]
     arms = sorted((arm for arm in last if not arm[1]), key=lambda arm: -last[arm].mean())
-    conclusion = concluded(_unchanged(last))
     kept = contrasts({arm: (last[arm], results[sizes.trained][arm]) for arm in arms})
     columns: Columns = (
         *_NAMES,
@@ -332,19 +334,18 @@ def _figures(results: Results, effects: Effects, sizes: Sizes) -> list[Figure]:
 # ---- sentences
 
 
-def _answer(results: Results, effects: Effects, sizes: Sizes, seeds: int) -> str:
+def _answer(results: Results, effects: Effects, sizes: Sizes, conclusion: Conclusion, seeds: int) -> str:
     farthest, at_farthest = sizes.farthest, effects[sizes.farthest]
-    answers = _unchanged(results[farthest])
-    conclusion = concluded(answers)
-    best, *others = [name for name in (conclusion.best, *conclusion.tied) if name is not None]
     where = f"At {_shown(farthest)} ({sizes.scale(farthest):.3g} times the training size)"
-    reached = f"{where} {best} reaches {percent(top1(answers[best]))}"
+    if conclusion.best is None:
+        return f"{where} {not_learned('no encoding', conclusion.chance)}.{one_seed(seeds)}"
+    reached = f"{where} {conclusion.best} reaches {percent(top1(results[farthest][conclusion.best, '']))}"
     better = {arm: effect for arm, effect in at_farthest.items() if effect.low > 0}
     clause = f"; {len(better)} of {len(at_farthest)} changes significantly help" if at_farthest else ""
     if better:
         name, what = max(better, key=lambda arm: better[arm].estimate)
         clause += f", most {what} for {name}"
-    return f"{reached}{tied_with(others)}{clause}.{one_seed(seeds)}"
+    return f"{reached}{tied_with(conclusion.tied)}{clause}.{one_seed(seeds)}"
 
 
 def _how_sized(data: DataModule, sizes: Sizes) -> str:

@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from torchrope_lab.files import CURVE, EVALUATION, read_curve, read_mapping
+from torchrope_lab.files import CURVE, EVALUATION, RESULTS, read_curve, read_mapping
 from torchrope_lab.results import Axis, Column, Figure, Findings, RunFacts, StudyResult, Table
-from torchrope_lab.studies.config import RESULTS
 from torchrope_lab.training.config import CONFIG, flat
 
 RESULT = "runs.json"

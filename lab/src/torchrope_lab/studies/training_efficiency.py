@@ -16,8 +16,10 @@ from torchrope_lab.studies.engine.estimates import (
     drawn_seeds,
     estimate_in,
     format_interval,
+    not_learned,
     simultaneous_intervals,
     table_of,
+    top1,
     verdict_of,
     with_interval,
 )
@@ -32,6 +34,8 @@ def _sections(results: Results) -> Section:
     """Estimate when the learning curve of every encoding first reaches the reference's final top-1."""
     lab, reference = results.lab, results.reference
     groups = {name: levels[ONLY] for name, levels in results.grid.items()}
+    if top1(correct(groups[reference])).low <= 100 * results.chance:
+        return Section(answer=f"{not_learned(f'The reference, {reference},', results.chance)}.")
     reach = _reach(groups, reference)
     table = _table(results, groups, reach)
     rows = sorted((row for row in table.rows if row["verdict"] == "sooner"), key=lambda row: row["epochs"])  # type: ignore[arg-type, return-value]
@@ -59,10 +63,10 @@ def _reach(groups: Mapping[str, Sequence[Trained]], reference: str) -> dict[str,
     """
     rights = [correct(runs).mean(axis=0) for runs in groups.values()]
     curves, drawn = {}, {}
-    for (name, runs), right, top1 in zip(groups.items(), rights, drawn_means(rights).T, strict=True):
+    for (name, runs), right, means in zip(groups.items(), rights, drawn_means(rights).T, strict=True):
         curves[name] = _top1_curves(runs)
         errors = _standard_error(curves[name].mean(axis=0), len(right))
-        shifts = (top1 - right.mean())[:, None] * (errors / errors[-1])
+        shifts = (means - right.mean())[:, None] * (errors / errors[-1])
         drawn[name] = drawn_seeds(len(runs)) @ curves[name] + shifts
     target, drawn_targets = curves[reference].mean(axis=0)[-1], drawn[reference][:, -1]
     return {

@@ -13,6 +13,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from pytorch_lightning.loggers.csv_logs import ExperimentWriter
+from pytorch_lightning.loggers.logger import rank_zero_experiment
 
 from torchrope.files import write_whole
 from torchrope.models import ViT
@@ -136,15 +137,21 @@ class _Continued(ExperimentWriter):
                 self.metrics_keys = next(csv.reader(file), [])
 
 
+class _ContinuedLogger(CSVLogger):
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        self._experiment = self._experiment or _Continued(self.log_dir)
+        return self._experiment
+
+
 def _logger(name: str, folder: Path) -> Logger:
     logs, title = folder / "logs", folder.absolute().name
     identity = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]  # the same after a resume
     try:
         match name:
             case "csv":
-                table = CSVLogger(logs, name="csv", version=0)
-                table._experiment = _Continued(table.log_dir)
-                return table
+                return _ContinuedLogger(logs, name="csv", version=0)
             case "tensorboard":
                 return TensorBoardLogger(logs, name="tensorboard", version="")
             case "wandb":

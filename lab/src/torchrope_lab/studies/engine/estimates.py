@@ -304,7 +304,7 @@ def ends(draws: np.ndarray, level: float = 0.95) -> tuple[float, float]:
 # ---- conclusions
 
 
-def concluded(rights: Mapping[str, np.ndarray], chance: float = 0.0) -> Conclusion:
+def concluded(rights: Mapping[str, np.ndarray], chance: float) -> Conclusion:
     """Conclude from answers `(seeds, examples)` by name, over the seeds that all names have."""
     seeds = min(len(right) for right in rights.values())
     return conclude({name: right[:seeds] for name, right in rights.items()}, chance=chance)
@@ -340,6 +340,12 @@ def format_interval(found: Sequence[float], unit: str = "", digits: int = 1) -> 
     """Format an estimate with its interval: "1.2 rad [0.3, 2.1]"."""
     value, low, high = (signed(each, digits) for each in found)
     return f"{value}{unit} [{low}, {high}]"
+
+
+def not_learned(who: str, chance: float) -> str:
+    """Say that an encoding, or all, learned nothing; it then says nothing when others are as accurate."""
+    share = f"{100 * chance:.1f} %"
+    return f"{who} is not significantly better than always predicting the most frequent class ({share})"
 
 
 def tied_with(others: Sequence[str]) -> str:
