@@ -84,14 +84,6 @@ def test_bias_gradients_reach_the_table_at_every_size(sizes: tuple[int, int]) ->
     assert bias.table.grad.sum(dim=0).tolist() == pytest.approx([tokens**2] * 2)
 
 
-def test_bias_is_initialised_after_the_meta_device() -> None:
-    with torch.device("meta"):
-        bias = tr.RelativePositionBias(sizes=(14, 14), num_heads=12)
-    bias.to_empty(device="cpu").reset_parameters()
-    assert bias.table.std().item() == pytest.approx(0.02, rel=0.05)
-    assert repr(bias) == "RelativePositionBias(sizes=(14, 14), num_heads=12)"
-
-
 def test_parse_encoding_accepts_a_bias_with_others() -> None:
     every = tr.parse_encoding("learned + bias + liere:8")
     assert every.parts == [tr.LearnedAPE, tr.RelativePositionBias, tr.LieRE]

@@ -23,13 +23,7 @@ def planes(base: Tensor) -> tuple[Tensor, Tensor]:
 
     An eigenvector x + iy of iB at w > 0 gives the plane, B x = w y. Eigenvectors of w and -w are inaccurate if w is
     near zero, so small w are recomputed in the orthogonal complement of the other planes. Equal w need no treatment.
-    For odd b the last column of U is in the null space of B.
-
-    Args:
-        base: B, `(b, b)`, float64.
-
-    Returns:
-        U `(b, b)`, orthogonal, and w `(b div 2)`.
+    For odd b the last column of U is in the null space of B. Of B `(b, b)`, float64, U is `(b, b)`, w `(b div 2)`.
     """
     size = len(base)
     basis, angular = base.new_empty(size, 0), base.new_empty(0)
@@ -111,13 +105,8 @@ def inverse_cayley(basis: Tensor) -> tuple[Tensor, Tensor]:
     """Find a skew S and signs d such that P = (I - S)(I + S)^-1 has the columns of a basis, up to these signs.
 
     A basis with an eigenvalue of -1 has no S, but has one for some signs of its columns. Gaussian elimination of
-    U + diag(d) finds them: with d_k of the sign of pivot k, every pivot is at least 1 in magnitude.
-
-    Args:
-        basis: U `(b, b)`, orthogonal, float64.
-
-    Returns:
-        S `(b, b)` and d `(b)`, for P = U diag(d).
+    U + diag(d) finds them: with d_k of the sign of pivot k, every pivot is at least 1 in magnitude. Of U `(b, b)`,
+    orthogonal, float64, it returns S and d `(b)`, for P = U diag(d).
 
     References:
         Kahan, Is there a small skew Cayley transform with zero diagonal?, 2006: the signs exist.

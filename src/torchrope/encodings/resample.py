@@ -25,12 +25,7 @@ def resample_axis(table: Tensor, axis: int, size: int, *, antialias: bool) -> Te
 def sample_table(table: Tensor, indices: Tensor) -> Tensor:
     """Interpolate a table multilinearly at fractional indices, clamped to its edges.
 
-    Args:
-        table: `(*sizes, channels)`, N sizes.
-        indices: Fractional indices `(tokens, N)`.
-
-    Returns:
-        `(tokens, channels)`.
+    Of a table `(*sizes, channels)` at indices `(tokens, N)` for N sizes, `(tokens, channels)`.
     """
     last = indices.new_tensor(table.shape[:-1]) - 1
     inside = indices.clamp(min=torch.zeros_like(last), max=last)

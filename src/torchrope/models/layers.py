@@ -59,6 +59,10 @@ def keeps_arguments(*without: str) -> Callable[[_Init], _Init]:
 class Backbone(nn.Module):
     """Base class of the models: parameters by weight decay and by depth, as optimisers of timm request them."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_post_hook(_place_anchors)
+
     def no_weight_decay(self) -> set[str]:
         """Return names of parameters exempt from weight decay besides norms and biases: tokens and encodings."""
         return {name for name, _ in self.named_parameters(recurse=False)} | encoding_parameters(self)
@@ -77,6 +81,15 @@ class Backbone(nn.Module):
             return {"stem": stem, "layers": rf"^{layers}"}
         of_stages = [(rf"^stages\.(\d+)\.{layers}", None), (r"^stages\.(\d+)\.merge\.", (0,))]
         return {"stem": stem, "layers": r"^stages\.(\d+)\." if coarse else of_stages}
+
+
+def _place_anchors(model: nn.Module, _: Any) -> None:
+    """Place empty buffers that are meta where `load_state_dict(state, assign=True)` placed the parameters."""
+    parameter = next(model.parameters())
+    for part in model.modules():
+        anchor = part._buffers.get("_anchor")
+        if anchor is not None and anchor.is_meta:
+            part._buffers["_anchor"] = parameter.new_empty(0)
 
 
 class Shareable:
