@@ -100,42 +100,6 @@ def test_other_sizes_are_those_of_the_model_and_unswap_gives_it_back_to_the_bit(
     assert all(torch.equal(value, before[key]) for key, value in after.items())
 
 
-@pytest.mark.parametrize("name", ["flux", "qwen", "wan", "lumina2"])
-def test_gradient_checkpointing_gives_the_same_gradients(name: str) -> None:
-    model, given = tr.swap(built(name), "mixed"), inputs(name)
-    gradients = []
-    for recomputes in (False, True):
-        if recomputes:
-            model.enable_gradient_checkpointing()
-        model.train().zero_grad()
-        output(model, given).square().sum().backward()
-        gradients.append([parameter.grad.clone() for parameter in learned(model)])
-    for one, other in zip(*gradients, strict=True):
-        assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["flux", "wan", "cogvideox", "ltx"])
-def test_rotation_compiles_into_one_graph(name: str) -> None:
-    model, given = tr.swap(built(name), "mixed"), inputs(name)
-    expected = output(model, given)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert error(output(compiled, given), expected) < 1e-5
-
-
-@pytest.mark.parametrize("name", ["flux", "wan", "cosmos"])
-def test_half_precision_rounds_as_the_model_does(name: str) -> None:
-    model, given = built(name), inputs(name)
-    exact = output(model, given)
-    half = {key: value.bfloat16() if _floating(value) else value for key, value in given.items()}
-    rounded = output(model.bfloat16(), half)
-    tr.swap(model, "mixed")
-    assert all(parameter.dtype == torch.float32 for parameter in learned(model))
-    came = output(model, half)
-    assert came.dtype == torch.bfloat16
-    assert error(came.float(), exact) < 1.5 * error(rounded.float(), exact)
-
-
 def test_norm_with_a_hook_of_the_user_is_called_and_then_rotated() -> None:
     model, given = tr.swap(built("flux"), "mixed"), inputs("flux")
     seen = []
@@ -262,17 +226,6 @@ def test_positions_of_cogvideox_come_out_of_its_tables(grid_type: str) -> None:
             origin = (0.0, 0.0, float(start))
         expected = tr.grid(frames, *sizes, spacing=spacing, origin=origin)
         assert (positions_of(*tables) - expected).abs().max() < 2e-5
-
-
-def test_copy_has_encodings_of_its_own() -> None:
-    model, given = tr.swap(built("lumina2"), "mixed"), inputs("lumina2")
-    expected = output(model, given)
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in learned(other):
-            parameter.zero_()
-    assert error(output(other, given), expected) > 1e-2
-    assert torch.equal(output(model, given), expected)
 
 
 def test_fresh_encoding_takes_positions_times_a_spacing() -> None:

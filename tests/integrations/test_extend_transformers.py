@@ -13,6 +13,7 @@ from torch import Tensor
 import torchrope as tr
 
 BASE = dict(rope_type="default", rope_theta=100.0)
+VIT: dict[str, Any] = dict(patch_size=4, dim=32, depth=2, num_heads=2, encoding="mixed")
 OFTEN = ("qwen2_5_vl", "exaone4_5", "glm_ocr", "pixtral")  # fused, with fewer keys, with norms, with linear layers
 TOWERS = [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in (*SHARED, "pixtral")]
 
@@ -104,6 +105,47 @@ def test_ntk_of_a_decoder_is_a_larger_base() -> None:
     assert error(tr.extend(model, 4)(words).logits, theirs(words).logits) < 1e-5
 
 
+LOCAL: dict[str, Any] = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=16, head_dim=16)
+
+
+@pytest.mark.parametrize("name", ["Gemma3ForCausalLM", "ModernBertForMaskedLM"])
+def test_layers_that_see_a_window_are_not_extended_as_by_rope_parameters_of_layer_types(name: str) -> None:
+    linear = dict(rope_type="linear", rope_theta=100.0, factor=4.0)
+    settings = {**LOCAL, "cls_token_id": 1, "sep_token_id": 2}
+    model = decoder({"sliding_attention": BASE, "full_attention": BASE}, name, **settings)
+    theirs = decoder({"sliding_attention": BASE, "full_attention": linear}, name, **settings)
+    theirs.load_state_dict(model.state_dict())
+    words = tokens(1, 40)
+    ours = tr.extend(model, 4, method="interpolate")
+    assert error(ours(words).logits, theirs(words).logits) < 1e-5
+    assert error(ours(words).logits, model(words).logits) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("build", "amounts"),
+    [
+        (lambda: text("Gemma2ForCausalLM", **LOCAL), [1, 4]),
+        (lambda: text("Olmo3ForCausalLM", **LOCAL), [1, 4]),
+        (lambda: text("Exaone4ForCausalLM", **LOCAL), [1]),
+        (lambda: text("MistralForCausalLM", sliding_window=64 + 1), [4, 4]),  # of more than the trained length
+        (lambda: tower("qwen2_5_vl")[0], [1, 4]),
+        (lambda: tr.Features(tr.ViT((32, 32), **VIT), window_size=2, global_layers=[2]), [1, 4]),
+    ],
+)
+def test_layers_whose_reach_does_not_grow_keep_their_frequencies(build: Any, amounts: list[int]) -> None:
+    model = build()
+    if amounts == [1]:
+        with pytest.raises(ValueError, match=r"whose input size or windows are fixed$"):
+            tr.extend(model, 4, method="interpolate")
+        return
+    larger = tr.extend(model, 4, method="interpolate")
+    if not any(isinstance(part, tr.encodings.Encoding) for part in model.modules()):
+        tr.swap(model, "mixed")
+    before, after = ([e for e in m.modules() if isinstance(e, tr.encodings.Encoding)] for m in (model, larger))
+    for encoding, extended, amount in zip(before, after, amounts, strict=True):
+        assert torch.allclose(extended.frequencies * amount, encoding.frequencies)
+
+
 def test_extend_of_a_model_extends_its_swapped_part() -> None:
     model, given = qwen2_5_vl()
     expected = model(**given).logits
@@ -141,10 +183,12 @@ def test_extended_whole_model_generates() -> None:
 
 
 def scale_scores(model: Any, amount: float) -> None:
-    """Multiply the scores of all attention layers."""
-    for layer in model.modules():
+    """Multiply the scores of all attention layers that see more of a larger input."""
+    full, types = getattr(model, "fullatt_block_indexes", range(2)), getattr(model.config, "layer_types", None) or "--"
+    windows = [str(index) for index in range(2) if index not in full or types[index] == "window_attention"]
+    for part, layer in model.named_modules():
         for name in ("scale", "scaling"):
-            if isinstance(getattr(layer, name, None), float):
+            if isinstance(getattr(layer, name, None), float) and not set(windows) & set(part.split(".")):
                 setattr(layer, name, getattr(layer, name) * amount)
 
 

@@ -166,19 +166,6 @@ def test_exact_in_float64(name: str, encoding: str) -> None:
     assert error(model, x, expected) < 1e-10
 
 
-COMPILED = ["dinov3", *(pytest.param(name, marks=pytest.mark.slow) for name in ROTATING if name != "dinov3")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COMPILED)
-def test_compiles_into_one_graph(name: str) -> None:
-    model = strong(name)
-    x = images(model)
-    expected = model(x)
-    tr.swap(model, "mixed")
-    assert error(torch.compile(model, fullgraph=True, backend="aot_eager"), x, expected) < 1e-5
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["beit", "swin_v2", "sam"])
 def test_layers_without_a_hook_compile(name: str) -> None:

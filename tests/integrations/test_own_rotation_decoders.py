@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from rotating import DECODERS, TEXT, decoder, error, hunyuan_vl, learned, qwen2_5_vl, strong, text, tokens
+from rotating import DECODERS, TEXT, decoder, error, hunyuan_vl, learned, qwen2_5_vl, text, tokens
 from torch import Tensor
 
 import torchrope as tr
@@ -91,38 +91,6 @@ def test_function_that_is_patched_in_the_models_module_after_the_swap_is_called(
     assert len(called) == model.config.num_hidden_layers
 
 
-def test_gradient_checkpointing_gives_the_gradients_of_before() -> None:
-    model, words = tr.swap(decoder("llama"), "mixed").train(), tokens()
-
-    def gradients() -> list[Tensor]:
-        model.zero_grad()
-        model(words).logits.square().mean().backward()
-        return [parameter.grad.clone() for parameter in learned(model)]
-
-    expected = gradients()
-    model.activation_checkpointing_enable()
-    for came, before in zip(gradients(), expected, strict=True):
-        assert torch.allclose(came, before, rtol=1e-4, atol=1e-6 * float(before.abs().max()))
-
-
-def test_half_precision_errs_no_more_than_the_models_own() -> None:
-    model, words = decoder("llama"), tokens(2, 40)
-    exact = model(words).logits
-    half = copy.deepcopy(model).to(torch.bfloat16)
-    theirs = error(half(words).logits.float(), exact)
-    tr.swap(half, "mixed")
-    assert error(half(words).logits.float(), exact) < 2 * theirs
-
-
-@pytest.mark.slow
-def test_swapped_model_compiles_without_graph_breaks() -> None:
-    model, words = tr.swap(decoder("llama"), "mixed"), tokens()
-    torch.compiler.reset()
-    compiled = torch.compile(model.model, fullgraph=True, backend="eager")
-    expected = model.model(words, use_cache=False).last_hidden_state
-    assert error(compiled(words, use_cache=False).last_hidden_state, expected) < 1e-5
-
-
 def test_text_of_qwen_vl_has_three_axes() -> None:
     model, given = qwen2_5_vl()
     expected, said = model(**given).logits, model.generate(**given, max_new_tokens=6, do_sample=False)
@@ -159,20 +127,6 @@ def test_layers_of_two_kinds_go_on_from_frequencies_of_their_own() -> None:
     assert torch.equal(local, model.rotary_emb.sliding_attention_inv_freq)
     assert torch.equal(whole, model.rotary_emb.full_attention_inv_freq)
     assert not torch.equal(local, whole)
-
-
-def test_layers_that_do_not_rotate_get_no_encoding() -> None:
-    model = tr.swap(decoder("SmolLM3"), "mixed").model
-    assert [bool(layer.self_attn.use_rope) for layer in model.layers] == [True, True, True, False]
-    assert len(model.rotary.encodings) == 3
-
-
-def test_text_encoder_continues_its_rotation() -> None:
-    config = transformers.ModernBertConfig(**{**TEXT, "num_hidden_layers": 3}, cls_token_id=1, sep_token_id=2)
-    model, words = strong(transformers.ModernBertModel(config)), tokens()
-    expected = model(words).last_hidden_state
-    assert error(tr.swap(model, "mixed")(words).last_hidden_state, expected) < 1e-5
-    assert torch.equal(tr.unswap(model)(words).last_hidden_state, expected)
 
 
 def test_decoders_are_saved_and_loaded_into_one_built_the_same_way(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Vision towers of transformers that rotate by tables: the same outputs after a swap, gradients, and the way back."""
 
 import copy
-import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -64,42 +63,6 @@ def test_table_of_towers_is_that_of_the_package() -> None:
     assert set(re.findall(r"`(\w+)`", listed[1])) == set(SHARED)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "llama4", "pixtral"])
-def test_gradient_checkpointing_copies_and_pickles(name: str) -> None:
-    model, images = tower(name)
-    tr.swap(model, "mixed").train()
-
-    def gradients(one: Any) -> list[Tensor]:
-        one.zero_grad()
-        outputs(one, images).square().sum().backward()
-        return [parameter.grad.clone() for parameter in learned(one)]
-
-    expected = gradients(model)
-    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    model.activation_checkpointing_enable()
-    for one in (model, *copies):
-        for came, before in zip(gradients(one), expected, strict=True):
-            assert torch.allclose(came, before, rtol=1e-4, atol=1e-6 * float(before.abs().max()))
-    with torch.no_grad():
-        learned(model)[0].zero_()
-    assert all(torch.equal(outputs(one, images), outputs(copies[0], images)) for one in copies)
-    assert not torch.equal(outputs(model, images), outputs(copies[0], images))
-
-
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "pixtral", "sam3"])
-def test_half_precision_errs_no_more_than_the_models_own(name: str) -> None:
-    model, images = tower(name)
-    exact = outputs(model, images)
-    half = copy.deepcopy(model).to(torch.bfloat16)
-    theirs = error(outputs(half, images).float(), exact)
-    before = half.state_dict()
-    tr.swap(half, "mixed")
-    assert all(parameter.dtype == torch.float32 for parameter in learned(half))
-    assert error(outputs(half, images).float(), exact) < 2 * theirs
-    assert outputs(half, images).dtype == torch.bfloat16
-    assert all(torch.equal(half.state_dict()[key], value) for key, value in before.items())
-
-
 class Synchronisations(TorchDispatchMode):
     """Counts the operators that wait for a device."""
 
@@ -154,18 +117,6 @@ def test_encodings_that_find_tokens_elsewhere_have_positions_of_their_own() -> N
     ]
     assert torch.allclose(indices[0], indices[1], atol=1e-4)
     assert int(indices[0].max()) == 7
-
-
-# torch.compile calls the hooks of the outermost module itself and looks for the gradients of what they made.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama4", "sam3"])
-def test_swapped_model_compiles_without_graph_breaks(name: str) -> None:
-    model, images = tower(name)
-    expected = outputs(tr.swap(model, "mixed"), images)
-    torch.compiler.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    assert error(outputs(compiled, images), expected) < 1e-5
 
 
 @pytest.mark.parametrize("build", [qwen2_5_vl, llava])

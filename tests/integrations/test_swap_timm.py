@@ -196,15 +196,6 @@ def taken_over(rope: Any, layer: int) -> tr.Encoding:
     return encoding
 
 
-def test_rotation_of_the_model_can_be_kept() -> None:
-    model = made("rope_mixed_ape").eval()
-    x = images(model)
-    expected = model(x)
-    tr.swap(model, "liere", keep_rotation=True)
-    assert torch.equal(model(x), expected)
-    assert "rope.freqs" in model.state_dict()
-
-
 @pytest.mark.parametrize("name", ["vit", "eva02", "rope_mixed_ape"])
 def test_other_input_sizes(name: str) -> None:
     """Rectangles and larger images, drawn at once or set beforehand."""
@@ -351,20 +342,6 @@ def test_features_go_on_working() -> None:
     final, [first] = model.forward_intermediates(x, indices=[0])
     assert first.shape == (2, 32, 4, 4)
     assert torch.allclose(model.forward_head(final), model(x), atol=1e-6)
-
-
-def test_half_precision_keeps_generators_exact() -> None:
-    model = tr.swap(made("vit").bfloat16(), "liere", init="paper")
-    assert {p.dtype for p in model.rotary.parameters()} == {torch.float32}
-    assert model(images(model).bfloat16()).dtype == torch.bfloat16
-
-
-def test_grouped_queries() -> None:
-    model = Eva(attn_type="rope", num_kv_heads=1, qkv_fused=False, use_rot_pos_emb=True, patch_size=16, **SMALL)
-    plain, x = without_rotation(model), torch.randn(2, 3, 64, 64)
-    assert torch.equal(with_zeros(model, "liere:8").eval()(x), plain.eval()(x))
-    assert awake(model).rotary.encodings[0].num_heads == 1
-    assert model(x).shape == (2, 5)
 
 
 def test_model_inside_another_is_found() -> None:

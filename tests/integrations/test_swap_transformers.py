@@ -1,7 +1,6 @@
 """Encodings in transformers' vision models: outputs kept at zero generators, rotated as in the formula otherwise."""
 
 import copy
-import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -188,30 +187,6 @@ def test_scores_are_those_of_rotated_queries_and_keys(name: str, encoding: str, 
         assert (seen[f"mixed{index}"] - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-def test_dinov3_rotation_is_replaced_or_kept() -> None:
-    model, pixels = TOWERS["dinov3"](), images(32, 48)
-    own = run(model, pixels)
-    still = copy.deepcopy(model)
-    still.rope_embeddings.register_forward_hook(lambda _m, _i, out: (torch.ones_like(out[0]), torch.zeros_like(out[1])))
-    without = run(still, pixels)
-    with pytest.warns(UserWarning, match=r"^outputs change, .* init='model' preserves it, got DINOv3ViTModel$"):
-        assert same(run(swap(model, "mixed", init="zeros"), pixels), without)
-    assert same(run(unswap(model), pixels), own)
-    assert same(run(swap(model, "mixed", keep_rotation=True), pixels), own)
-    assert not close(own, without)
-
-
-@pytest.mark.parametrize("name", TOWERS)
-def test_encoding_shared_by_all_layers_makes_one_rotation(name: str) -> None:
-    model, pixels = TOWERS[name](), images()
-    shared = tr.LieRE(num_axes=2, num_heads=2, head_dim=16, block_size=8)
-    calls = []
-    shared.register_forward_hook(lambda *_: calls.append(1))
-    swap(model, shared, init="paper")
-    run(model, pixels)
-    assert len(calls) == 1
-
-
 @pytest.mark.parametrize("name", ["clip", "vit", "dinov2", "siglip"])
 def test_model_without_its_table_equals_one_with_a_zero_table(name: str) -> None:
     model, pixels = TOWERS[name](), images(48, 32)
@@ -242,23 +217,6 @@ def test_checkpointed_layers_know_the_forward_they_belong_to(name: str, shared: 
     model.activation_checkpointing_enable()
     assert close(gradients(), expected, 1e-6 + 1e-5 * max(g.abs().max().item() for g in expected))
     assert rotary_of(model).encodings[0].upper.grad.any()
-
-
-# torch.compile calls the hooks of the outermost module itself and looks for the gradients of what they made.
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ("vit-classes", "dinov3-backbone") else pytest.mark.slow)
-        for name in (*TOWERS, "vit-classes", "siglip-classes", "dinov3-backbone")
-    ],
-)
-def test_swapped_model_compiles_without_graph_breaks(name: str) -> None:
-    model, pixels = swap(MODELS[name](), "mixed", init="paper"), images()
-    torch.compiler.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    assert close(run(compiled, pixels), run(model, pixels))
 
 
 @pytest.mark.parametrize("name", ["clip-whole", "vit-classes", "dinov2", "dinov3", "siglip-classes"])
@@ -294,30 +252,6 @@ def test_attention_of_the_registry_is_called_by_the_models_name(name: str, monke
     assert names == ["another", "another"]
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-@pytest.mark.parametrize("name", ["clip-whole", "vit-classes", "dinov3", "siglip"])
-def test_copy_is_swapped_for_itself(name: str, duplicate: Callable[[nn.Module], nn.Module]) -> None:
-    model, pixels = swap(MODELS[name](), "mixed"), images()
-    turn(model)
-    before = run(model, pixels)
-    other = duplicate(model)
-    assert same(run(other, pixels), before)
-    turn(other)
-    assert not close(run(other, pixels), before)
-    unswap(other)
-    assert same(run(model, pixels), before)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", TOWERS)
-def test_half_precision_keeps_outputs_to_the_bit_and_generators_wide(name: str, dtype: torch.dtype) -> None:
-    model, pixels = TOWERS[name]().to(dtype), images().to(dtype)
-    before = run(model, pixels)
-    swap(model, "comrope-ap:4", keep_rotation=True)
-    assert same(run(model, pixels), before)
-    assert {parameter.dtype for parameter in rotary_of(model).parameters()} == {torch.float32}
-
-
 @pytest.mark.parametrize("name", ["clip-whole", "siglip-whole"])
 def test_text_towers_are_left_alone(name: str) -> None:
     model, words, pixels = MODELS[name](), torch.tensor([[0, 5, 6, 1]]), images()
@@ -345,21 +279,6 @@ def test_masks_work_after_swap(name: str) -> None:
     before = run(model, pixels, attention_mask=mask)
     assert same(run(swap(model, "mixed", keep_rotation=True), pixels, attention_mask=mask), before)
     assert not close(before, run(model, pixels))
-
-
-def test_swapped_model_freezes() -> None:
-    model, pixels = swap(MODELS["vit-classes"](), "comrope-ap:4", init="paper"), images()
-    frozen = tr.freeze(model, pixels)
-    assert not any(isinstance(module, tr.Encoding) for module in frozen.modules())
-    assert close(run(frozen, pixels), run(model, pixels))
-
-
-def test_part_of_a_users_model_is_swapped() -> None:
-    model = nn.Sequential(TOWERS["vit"]())
-    assert swap(model, "mixed") is model
-    assert hasattr(model[0], "rotary")
-    with pytest.raises(ValueError, match="one at a time, got Sequential, with 2 of them"):
-        swap(nn.Sequential(TOWERS["vit"](), TOWERS["dinov2"]()), "mixed")
 
 
 @pytest.mark.parametrize("name", ["vit", "siglip"])

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import torchrope as tr
+from torchrope.integrations import proof
 from torchrope.integrations.family import adapters
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -36,6 +37,15 @@ def each_family(*, first: tuple[str, ...] = FIRST) -> pytest.MarkDecorator:
         for name, family in FAMILIES.items()
     ]
     return pytest.mark.parametrize("family", cases)
+
+
+@each_family()
+def test_proof_of_swap_runs(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    compare = proof._difference
+    monkeypatch.setattr(proof, "_difference", lambda *args: (calls.append(args), compare(*args))[1])
+    tr.swap(family.build(), "mixed")
+    assert calls or family.name in ("cogvideox", "lumina2")  # whose layers need the tokens of two streams
 
 
 def swapped(family: Family, **settings: Any) -> tuple[Any, list[Any]]:

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
 from diffusing import built, drawn, inputs
+from rotating import decoder, learned
 from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import pad
 
 import torchrope as tr
@@ -77,6 +79,27 @@ def sharded_by_torch(rank: int) -> float:
         return max(relative(one, whole) for one in rotated)
 
 
+def tensor_parallel() -> list[float]:
+    """Differences of a Llama whose heads are split over the ranks: of the output, and of gradients summed over them."""
+    model, words = tr.swap(decoder("llama", num_key_value_heads=2), "mixed"), torch.arange(9)[None]
+    for index, parameter in enumerate(learned(model)):
+        parameter.data.mul_(torch.rand(parameter.shape, generator=torch.Generator().manual_seed(index)) + 0.5)
+    plan: dict[str, Any] = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+    found = []
+    for split in (False, True):
+        for layer in model.model.layers if split else ():
+            mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+            parallelize_module(layer, mesh, {**plan, "self_attn.o_proj": RowwiseParallel()})
+        model.zero_grad()
+        output = model(words).logits
+        output.square().mean().backward()
+        gradients = [parameter.grad.clone() for parameter in learned(model)]
+        for gradient in gradients if split else ():
+            dist.all_reduce(gradient)
+        found.append([output.detach(), *gradients])
+    return [relative(*both) for both in zip(*found, strict=True)]
+
+
 def refusal(function: Any, *args: Any) -> str:
     """The message of the ValueError that a call raises."""
     try:
@@ -96,7 +119,7 @@ def main() -> None:
     swapped = parallel(tr.swap(built("wan"), "mixed"))
     refused = [refusal(tr.swap, parallel(built("wan")), "mixed"), refusal(tr.unswap, swapped)]
     torch_shards = sharded_by_torch(rank)
-    report = {"found": found, "refused": refused, "sharded by torch": torch_shards}
+    report = {"found": found, "refused": refused, "sharded by torch": torch_shards, "heads": tensor_parallel()}
     (folder / f"found{rank}.json").write_text(json.dumps(report, indent=1))
     dist.destroy_process_group()
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from torchrope.encodings import Encoding, NoEncoding
+from torchrope.integrations.families.shared import kind_of
 from torchrope.integrations.family import Adapter, adapters
 from torchrope.integrations.rotary import ATTRIBUTE, Rotary
 from torchrope.integrations.swap import adapt, swap
 from torchrope.lattice import Lattice, spaced
-from torchrope.models import ViT
+from torchrope.models import Features, ViT
 from torchrope.models.swin import Stage
 from torchrope.positions import PerAxis
 from torchrope.scaling import Method, Scaling, positive, scale_frequencies, scaling_of, yarn_temperature
@@ -40,8 +41,8 @@ def extend(
 
     Nothing is trained, and at factor 1 outputs are the same. Position tables and biases are resampled by the
     model. If a model has built-in RoPE, the copy gets "mixed" encodings that represent its rotation, as `swap` does;
-    of a model with a vision tower and a text model, pass the part. In a Swin, whose windows do not grow with the input,
-    the factor is that of the windows: call the copy with a larger `window_size`.
+    of a model with a vision tower and a text model, pass the part. Layers that see only a window stay as they are,
+    except in a Swin, where the factor is that of the windows: call the copy with a larger `window_size`.
 
     Frequencies are scaled in the units of the training size. If a model normalises positions to the same interval at
     every size, as DINOv3 does, "interpolate" changes nothing, and a copy made by another method is valid only for
@@ -50,37 +51,24 @@ def extend(
     Args:
         model: An `Encoding`; a `ViT`, `Swin` or `Features`; a model that `swap` supports, swapped or with built-in
             RoPE; except for "yarn", any other that contains encodings.
-        factor: How many times longer the input is than the one that the model was built for, one number or one per
-            axis.
-        method: "interpolate", "ntk" or "yarn": the function on frequencies of this name. Or a function that takes
-            frequencies `(axes, heads or 1, pairs)` and factor, such as
-            `functools.partial(torchrope.scaling.yarn, train_size=13)`. Blocks larger than 2, but for `STRING`, have no
-            frequencies and are only interpolated. In a model "yarn" also multiplies keys by the square of
-            `yarn_temperature`, in the weights of their projection or norm.
+        factor: How many times longer the input is than that of training, one number or one per axis.
+        method: "interpolate", "ntk" or "yarn": the function on frequencies of this name. Or a function of frequencies
+            `(axes, heads or 1, pairs)` and factor, such as `functools.partial(torchrope.scaling.yarn, train_size=13)`.
+            Blocks larger than 2, but for `STRING`, have no frequencies and are only interpolated. In a model "yarn"
+            also multiplies keys by the square of `yarn_temperature`, in the weights of their projection or norm.
         train_size: Extent of the training data in units of position, for "yarn"; in a model by default that of the size
             it was built for.
 
-    Returns:
-        The copy; the input is unchanged.
-
     Raises:
         ValueError: a model without rotation, with a vision tower and a text model, or swapped with keep_rotation=True;
-            one for inputs of a fixed size; encodings of different numbers of axes; an unknown method, a train_size that
-            it requires or does not use; an encoding without frequencies, attention whose keys cannot be scaled; an
-            invalid factor.
-
-    References:
-        Those of `interpolate`, `ntk` and `yarn`.
+            one for inputs of a fixed size; encodings of different numbers of axes, or without frequencies; an unknown
+            method, a train_size that it requires or does not use; keys that cannot be scaled; an invalid factor.
 
     Example:
         >>> import torchrope as tr
         >>> encoding = tr.AxialRoPE(num_axes=2, num_heads=4, head_dim=16)
         >>> tr.extend(encoding, (1, 2)).frequencies[:, -2:].mul(1000).round().tolist()  # the slowest pairs
         [[32.0, 0.0], [0.0, 16.0]]
-        >>> model = tr.ViT((8, 8), patch_size=2, in_channels=1, num_outputs=10, dim=32, depth=2, num_heads=2,
-        ...                encoding="mixed")
-        >>> tr.extend(model, 2, method="yarn")(torch.randn(1, 1, 16, 16)).shape
-        torch.Size([1, 10])
     """
     if isinstance(model, Encoding):
         scaling = scaling_of(method, factor, train_size=train_size)
@@ -93,7 +81,9 @@ def extend(
     factors = positive("factor", factor, _num_axes(larger))
     parts = {part.encoding: part for part in _parts(larger, factors)}
     if not parts:
-        raise ValueError(f"model must support inputs of several sizes, got {_kind(model)}, whose input size is fixed")
+        raise ValueError(
+            f"model must support inputs of several sizes, got {kind_of(model)}, whose input size or windows are fixed"
+        )
     for encoding, part in parts.items():
         scaling = scaling_of(method, factors, train_size=train_size, extent=part.extent)
         scale_frequencies(encoding, partial(part.scaled, scaling), method)
@@ -127,7 +117,7 @@ def _num_axes(model: nn.Module) -> int:
     axes = sorted({encoding.num_axes for encoding in _encodings(model)})
     if len(axes) > 1:
         rule = "all encodings must have the same number of axes; extend one part of the model at a time"
-        raise ValueError(f"{rule}, got {_kind(model)} with encodings of {' and '.join(map(str, axes))} axes")
+        raise ValueError(f"{rule}, got {kind_of(model)} with encodings of {' and '.join(map(str, axes))} axes")
     return axes[0]
 
 
@@ -138,28 +128,33 @@ def _continue_own_rotation(model: nn.Module) -> None:
         names = {part: name for name, part in model.named_modules()}
         parts = " or ".join(f"model.{names[adapter.tower]}" for adapter in found)
         rule = "extend needs one part of a model with a vision tower and a text model"
-        raise ValueError(f"{rule}: pass {parts}, got {_kind(model)}")
+        raise ValueError(f"{rule}: pass {parts}, got {kind_of(model)}")
     try:
         rotates = adapt(model).rotates()
     except ValueError as error:
         raise ValueError(f"model must rotate q and k; {error}") from None
     if not rotates:
         rule = "model must rotate q and k, by encodings of torchrope or a rotation that swap supports"
-        raise ValueError(f"{rule}, got {_kind(model)}")
+        raise ValueError(f"{rule}, got {kind_of(model)}")
     swap(model, "mixed", init="model")
 
 
 def _parts(model: nn.Module, factors: Sequence[float]) -> Iterator[_Part]:
     """Yield every encoding of a lattice that can grow."""
     visited: set[nn.Module] = set()
+    backbones: Any = [part for part in model.modules() if isinstance(part, Features)]
+    windowed = {backbone.model: backbone.global_layers for backbone in backbones}
     for module in model.modules():
         if isinstance(module, ViT | Stage):
             sizes = module.window if isinstance(module, Stage) else module.embed.lattice(module.arguments["input_size"])
             attention = [layer.get_submodule("attention") for layer in module.layers]
             larger = [max(1, round(size * factor)) for size, factor in zip(sizes, factors, strict=True)]
+            full = windowed.get(module) or range(1, len(attention) + 1)
+            _require_one_per_layer(module.encodings, len(full) < len(attention), module)
             for index, encoding in enumerate(module.encodings):
                 users = attention[index :: len(module.encodings)]
-                yield _part(encoding, math.prod(factors), users, module.position_map, sizes, larger)
+                if index + 1 in full:
+                    yield _part(encoding, math.prod(factors), users, module.position_map, sizes, larger)
         elif isinstance(module, Rotary):
             adapter = next(one for one in adapters(model) if getattr(one.tower, ATTRIBUTE, None) is module)
             yield from _parts_of_swapped(module, adapter, factors)
@@ -176,15 +171,19 @@ def _parts_of_swapped(rotary: Rotary, adapter: Adapter, factors: Sequence[float]
         rule = "extend scales the encodings of a swapped model"
         raise ValueError(f"{rule}, got keep_rotation=True, whose built-in rotation would remain unscaled")
     shapes, growth = adapter.shapes(), adapter.family.grown(factors)
-    if len(rotary.encodings) == 1 and len({shape.grows for shape in shapes}) > 1:
-        rule = "models with windowed layers must have an encoding for each layer"
-        raise ValueError(f"{rule}, got one shared by all layers of a {_kind(adapter.tower)}")
+    _require_one_per_layer(rotary.encodings, len({shape.grows for shape in shapes}) > 1, adapter.tower)
     for index, (encoding, lattice) in enumerate(zip(rotary.encodings, rotary.lattices, strict=True)):
         if shapes[index].grows:
             users, sizes = adapter.layers[index :: len(rotary.encodings)], shapes[index].lattice
             larger = [size * factor for size, factor in zip(sizes, factors, strict=True)]
             part = _part(encoding, growth, users, lattice, sizes, larger)
             yield part if shapes[index].sized else replace(part, extent=None)
+
+
+def _require_one_per_layer(encodings: nn.ModuleList, is_windowed: bool, model: nn.Module) -> None:
+    if len(encodings) == 1 and is_windowed:
+        rule = "models with windowed layers must have an encoding for each layer"
+        raise ValueError(f"{rule}, got one shared by all layers of a {kind_of(model)}")
 
 
 def _part(encoding: Any, growth: float, users: Sequence[Any], position_map: Any, sizes: Any, larger: Any) -> _Part:
@@ -206,11 +205,11 @@ def _scale_keys(parts: Iterable[_Part], amount: float, model: nn.Module) -> None
         if part.users is None:
             rule = "yarn also scales keys and needs a ViT, a Swin or a model that swap supports"
             way = "functools.partial(torchrope.scaling.yarn, train_size=...) scales frequencies only"
-            raise ValueError(f"{rule}; {way}, got {_kind(model)}")
+            raise ValueError(f"{rule}; {way}, got {kind_of(model)}")
         for layer in part.users:
             if getattr(layer, "logit_scale", None) is not None:
                 rule = "method must not be 'yarn' for cosine attention, which normalises keys"
-                raise ValueError(f"{rule}, got {_kind(layer)}")
+                raise ValueError(f"{rule}, got {kind_of(layer)}")
             found = [getattr(layer, name, None) for name in _KEY_NORMS]
             found = [norm for norm in found if not isinstance(norm, nn.Identity | None)]
             norms |= dict.fromkeys(found, layer)
@@ -234,7 +233,7 @@ def _scale_norm(norm: Any, amount: float, layer: Any) -> None:
         linear = torch.allclose(norm.forward(probe), 2 * before, rtol=1e-2)
     if not linear:
         rule = "yarn scales keys by the weights of their norm, whose output must be linear in its weights"
-        raise ValueError(f"{rule}, got {_kind(norm)} in {_kind(layer)}")
+        raise ValueError(f"{rule}, got {kind_of(norm)} in {kind_of(layer)}")
     for parameter in norm.parameters():
         parameter *= amount / 2
 
@@ -245,7 +244,7 @@ def _projection_of_keys(layer: Any) -> tuple[Any, slice]:
     name = next((name for name in names if isinstance(getattr(layer, name, None), nn.Linear)), None)
     if name is None:
         rule = f"yarn needs keys computed by a linear layer named {', '.join(names[:-1])} or in_proj"
-        raise ValueError(f"{rule}, got {_kind(layer)} without")
+        raise ValueError(f"{rule}, got {kind_of(layer)} without")
     projection = getattr(layer, name)
     if name in _KEYS:
         return projection, slice(None)
@@ -255,7 +254,3 @@ def _projection_of_keys(layer: Any) -> tuple[Any, slice]:
         return projection, slice(-2 * keys, -keys)
     mlp, queries, keys, _ = layer.in_split
     return projection, slice(mlp + queries, mlp + queries + keys)
-
-
-def _kind(module: nn.Module) -> str:
-    return type(module).__name__

@@ -27,8 +27,6 @@ class AttentionShape:
     """Shape of one attention layer, from which an encoding for it is built.
 
     Attributes:
-        num_heads: Number of key heads.
-        head_dim: Channels of a head.
         lattice: Tokens along each axis at the size the model was built for; of one window for windowed attention.
         grows: Whether a larger input gives a larger lattice.
         sized: Whether that size is known; if the model was built for no particular size, the lattice is all ones.
@@ -43,15 +41,10 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class BuiltInRotation:
-    """The rotation that models of a family have of their own.
+    """The rotation that models of a family have of their own, and whether one is `present`.
 
-    Attributes:
-        read: Returns the rotation of each attention layer, in order, from a model and its layers; it raises ValueError
-            if it cannot be read.
-        remove: Makes a model not rotate, from the model and its layers; returns handles that undo it. None if the
-            rotation can only be replaced.
-        present: Whether a model has it.
-        parameters: Those of the rotation, which are frozen while it is removed.
+    Functions of a model and its layers: `read` returns the rotation of each, or raises ValueError; `remove` makes them
+    not rotate and returns handles that undo it, None if it can only be replaced. `parameters` are frozen meanwhile.
     """
 
     read: Callable[[Any, Sequence[Any]], list[OwnRotation]]
@@ -103,18 +96,11 @@ class ModelFamily:
 
 @dataclass(eq=False)
 class Adapter:
-    """A model of a family, to which encodings are attached.
-
-    Attributes:
-        family: The family.
-        tower: The model: holds the attention layers and the tables, and gets `rotary`.
-        model: The model that was passed to `swap`, which contains it.
-        layers: The attention layers, in order.
-    """
+    """A model of a family, to which encodings are attached."""
 
     family: ModelFamily
-    tower: Any
-    model: nn.Module
+    tower: Any  # holds the attention layers and the tables, and gets `rotary`
+    model: nn.Module  # that was passed to `swap` and contains it
     layers: list[Any]
 
     def shapes(self) -> list[AttentionShape]:
@@ -153,7 +139,7 @@ class Adapter:
         handles.extend(family.positions.attach(state, self.layers))
         for index, (layer, shape) in enumerate(zip(self.layers, self.shapes(), strict=True)):
             meets = family.meets if hasattr(family.meets, "attach") else family.meets(layer)
-            handles.extend(meets.attach(layer, LayerEncoder(state, index, shape.num_heads)))
+            handles.extend(meets.attach(layer, LayerEncoder(state, index, shape.num_heads, layer)))
 
     def detach(self) -> None:
         """Undo `attach`."""
@@ -167,15 +153,9 @@ _registered: list[ModelFamily] = []
 
 
 def register_family(family: ModelFamily) -> None:
-    """Add a family of models to those that `swap` and the functions that build on it support.
+    """Add a family of models to those that `swap` and the functions that build on it support, before earlier ones.
 
-    A family registered later comes before earlier ones and those of torchrope for the same class.
-
-    Args:
-        family: Its description.
-
-    Raises:
-        ValueError: it is no `ModelFamily`, or its `meets` is a class.
+    ValueError if it is no `ModelFamily`, or its `meets` is a class.
     """
     if not isinstance(family, ModelFamily):
         raise ValueError(f"family must be a ModelFamily, got {family!r}")
@@ -278,24 +258,14 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def shard_groups(model: nn.Module) -> list[list[nn.Module]]:
-    """Return the encodings with parameters of a model, for FSDP2: groups of their own, in float32.
+    """Return the encodings with parameters of any model, for FSDP2: each for a `fully_shard` of its own in float32.
 
-    With `torch.distributed.fsdp.fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))`
-    frequencies and generators would be rounded to bfloat16, which moves tokens far from the origin. Shard these groups
-    first, then blocks and the model.
-
-    Args:
-        model: A swapped model, a `ViT`, a `Swin`, or any other with encodings.
-
-    Returns:
-        Groups of modules, each for one call of `fully_shard` with a policy that keeps float32.
+    A policy with param_dtype=torch.bfloat16 would round frequencies, which moves tokens far from the origin. Shard
+    these groups first, then blocks and the model.
 
     Example:
-        >>> import torchrope as tr
-        >>> model = tr.ViT((8, 8), patch_size=4, num_outputs=2, dim=32, depth=2, num_heads=2, encoding="mixed")
-        >>> for group in tr.integrations.shard_groups(model):
-        ...     print(len(group))  # fully_shard(group, mp_policy=MixedPrecisionPolicy())
-        1
+        >>> from torchrope import MixedRoPE
+        >>> len(shard_groups(MixedRoPE(num_axes=2, num_heads=2, head_dim=16)))  # fully_shard each, with mp_policy
         1
     """
     found = [part for part in model.modules() if isinstance(part, Encoding | AbsoluteEncoding | ScoreBias)]

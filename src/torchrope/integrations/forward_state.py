@@ -29,17 +29,11 @@ class _Running:
 
 
 class ForwardState:
-    """The state of a running forward of a swapped model, separate in each thread.
+    """The state of a running forward of a swapped model, separate in each thread; `handles` undo what `swap` attached.
 
     Encodings are looked up in the model at every call, so that wrappers that replace them (peft) and copies of the
     model are followed. A block that gradient checkpointing runs again in the backward pass, possibly in another thread
     and after other forwards, finds the positions of its forward by its input.
-
-    Args:
-        tower: The module that holds the attention layers and, as `rotary`, the encodings.
-
-    Attributes:
-        handles: Undo what `swap` attached, by `remove()`.
     """
 
     def __init__(self, tower: nn.Module) -> None:
@@ -120,17 +114,10 @@ class ForwardState:
         others: int = 0,
         exact: bool = False,
     ) -> None:
-        """Compute the rotation of a layer that starts.
+        """Compute the rotation of a layer that starts, at the lattice indices of its tokens or those of the forward.
 
-        Args:
-            layer: Its index.
-            indices: Lattice indices of its tokens, if the layer knows them; default: those of the forward.
-            sizes: Tokens of that lattice along each axis.
-            others: Leading tokens that belong to a second stream.
-            exact: Whether cos and sin are computed by PyTorch, as in a model whose large angles round differently.
-
-        Raises:
-            ValueError: no forward of the model has set positions.
+        The first `others` tokens belong to a second stream. If `exact`, PyTorch computes cos and sin, as in a model
+        whose large angles round differently.
         """
         running, rotary = self.running, self.rotary
         index = rotary.index(layer)
@@ -154,17 +141,12 @@ class ForwardState:
 
 @dataclass(eq=False)
 class LayerEncoder:
-    """Rotates q and k of one layer by its encoding.
-
-    Attributes:
-        state: The state of the model's forward.
-        layer: Index of the layer.
-        num_heads: Number of key heads.
-    """
+    """Rotates q and k of one layer by its encoding."""
 
     state: ForwardState
-    layer: int
-    num_heads: int
+    layer: int  # its index
+    num_heads: int  # of keys
+    module: nn.Module
 
     def __call__(self, q: Tensor, k: Tensor, layout: str = "bhtd") -> tuple[Tensor, Tensor]:
         """Rotate q and k, in a layout of `torchrope.rotate`, up to a common basis, which scores do not contain."""
@@ -174,14 +156,26 @@ class LayerEncoder:
         order = self.state.rotary.order(self.layer, q.device)
         if order is not None:
             q, k = q.index_select(-1, order), k.index_select(-1, order)
+        heads = k.shape[-3 if layout == "bhtd" else -2]
+        if heads < rotation.heads:
+            held = slice(heads) if rotation.shape[-2] == 1 else self._heads_of_rank(heads, rotation.heads)
+            rotation = rotation[..., held, :]
         return rotate(q, k, rotation, layout=layout, scores_only=True)
 
-    def after_norm(self, norm: Any, x: Tensor, *, other: bool, layout: str) -> Tensor:
-        """Forward of a norm of q or k, then the rotation of what it returns.
+    def _heads_of_rank(self, heads: int, total: int) -> slice:
+        """Return which heads a layer holds that tensor parallelism splits over the ranks of a mesh."""
+        for parameter in self.module.parameters():
+            mesh: Any = getattr(parameter, "device_mesh", None)
+            for dim, placement in enumerate(getattr(parameter, "placements", ())):
+                if placement.is_shard() and mesh.size(dim) * heads == total:
+                    first = mesh.get_local_rank(dim) * heads
+                    return slice(first, first + heads)
+        rule = "a layer that holds a part of the heads must have DTensors as weights, which know their rank"
+        hint = "or swap with an encoding that heads share, functools.partial(MixedRoPE, shared_heads=True)"
+        raise ValueError(f"{rule}, {hint}; got {heads} of {total} heads in a {type(self.module).__name__}")
 
-        Of tokens in a layout of `torchrope.rotate` or `(batch, tokens, heads head_dim)`, which are those of the second
-        stream if `other`.
-        """
+    def after_norm(self, norm: Any, x: Tensor, *, other: bool, layout: str) -> Tensor:
+        """Forward of a norm of q or k, then the rotation of its output, also if that is (batch, tokens, channels)."""
         rotation = self.state.running.other if other else self.state.running.rotation
         x = type(norm).forward(norm, x)
         if rotation is None:

@@ -34,17 +34,12 @@ _DOWNLOAD = ("revision", "cache_dir", "force_download", "local_files_only", "tok
 class Hub(ModelHubMixin, library_name="torchrope"):
     """Save models to folders or the Hub, and load them: `torchrope.safetensors` of `torchrope.save`, and a model card.
 
-    `ViT`, `Swin` and `Features` call it in their `save_pretrained`, `push_to_hub` and `from_pretrained`; it supports
-    every model that `torchrope.save` does. Files of the Hub are read like local ones: nothing is unpickled or
-    executed, and settings are validated before use.
-
-    Args:
-        model: The model.
+    It supports every model that `torchrope.save` does. Files of the Hub are read like local ones: nothing is unpickled
+    or executed, and settings are validated before use.
 
     Example:
-        >>> import tempfile
-        >>> from torchrope import ViT
-        >>> model = ViT((8, 8), patch_size=4, num_outputs=3, dim=32, depth=2, num_heads=2, encoding="mixed").eval()
+        >>> import tempfile, torchrope
+        >>> model = torchrope.ViT((8, 8), patch_size=4, dim=32, depth=2, num_heads=2, encoding="mixed")
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     Hub(model).save_pretrained(folder)
         ...     again = Hub.from_pretrained(folder)

@@ -71,17 +71,13 @@ def inflate(
         size: Slices of the training data, one number or one per new axis; default: one patch. The position table,
             which becomes a learned one, and the bias are repeated to this size.
         spacing: Distance between neighbouring slices in pixels of the images; or the size of a voxel along every axis
-            of the data, new ones first, in mm or another unit:  (5.0, 0.8, 0.8) is 6.25 pixels. Equal distances between
-            patches along new and old axes give equal distances in position.
+            of the data, new ones first, in mm or another unit:  (5.0, 0.8, 0.8) is 6.25 pixels.
         weights: "average" divides the patch weights evenly among slices, "center" assigns them to the middle slice.
-        encoding: Rotary encoding of the copy, as in `ViT`, to change the family; the generators are transferred, and a
-            model without rotation gets one encoding per layer. By default the model's family, except that families with
-            fixed axes per block become learned ones that represent their rotation exactly: blocks of 2 become
-            `MixedRoPE`, `ComRoPEAP` becomes `ComRoPELD`.
+        encoding: Rotary encoding of the copy, as in `ViT`, to change the family; the generators are transferred. By
+            default the model's family, except that families with fixed axes per block become learned ones that
+            represent their rotation: blocks of 2 become `MixedRoPE`, `ComRoPEAP` becomes `ComRoPELD`.
 
-    Returns:
-        A `ViT`. From a `ViT` it keeps dtypes, device, mode and head; from models of other libraries it is float32 on
-        the CPU, in evaluation mode, without dropout.
+    From a `ViT` the copy keeps dtypes, device, mode and head; from other models it is float32 on the CPU, evaluating.
 
     Raises:
         ValueError: an unsupported model, or one with parts that `ViT` lacks; axes not greater than its own; a family
@@ -134,12 +130,7 @@ def inflate(
 
 
 class Stacked(nn.Module):
-    """Compute positions of the patches of a volume from a function for slices that is no `Lattice`, and their distance.
-
-    Args:
-        place: Function from the sizes of a slice and `device=` to positions of its patches.
-        steps: Positions between neighbouring patches along each new axis.
-    """
+    """Compute positions of patches of a volume from a function for slices that is no `Lattice`, and their steps."""
 
     def __init__(self, place: Callable[..., Tensor], steps: Sequence[float]) -> None:
         super().__init__()

@@ -1,7 +1,6 @@
 """Rotate q and k inside the attention layers of other libraries' models, one class for each way to reach them.
 
-Each class has a method `attach` that makes a layer rotate q and k by a `LayerEncoder` and returns the handles that undo
-it.
+The method `attach` makes a layer rotate q and k by a `LayerEncoder` and returns the handles that undo it.
 """
 
 import inspect
@@ -12,7 +11,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
@@ -22,11 +21,7 @@ from torchrope.integrations.rotary import Replaced
 
 @dataclass(frozen=True)
 class OwnForward:
-    """Replaces the forward of a layer.
-
-    Attributes:
-        forward: Function of the layer, its `LayerEncoder` and the arguments of its forward.
-    """
+    """Replaces the forward of a layer by a function of the layer, its `LayerEncoder` and the forward's arguments."""
 
     forward: Callable[..., Any]
 
@@ -36,23 +31,17 @@ class OwnForward:
 
 @dataclass(frozen=True)
 class AfterNorms:
-    """Rotates what the norms of q and k return, which may be `nn.Identity`.
-
-    Attributes:
-        norms: Names of the norms of q and k.
-        others: Names of the norms of q and k of a second stream of tokens, if the layer has them.
-        layout: Of their input, "bhtd" or "bthd"; `(batch, tokens, heads head_dim)` is supported too.
-    """
+    """Rotates what the norms of q and k return, which may be `nn.Identity`."""
 
     norms: tuple[str, str] = ("q_norm", "k_norm")
-    others: tuple[str, ...] = ()
-    layout: str = "bhtd"
+    others: tuple[str, ...] = ()  # those of a second stream of tokens, if the layer has them
+    layout: str = "bhtd"  # of their input, or "bthd"; (batch, tokens, heads head_dim) is supported too
 
     def attach(self, layer: Any, encode: LayerEncoder) -> list[Any]:
         norms = {name: getattr(layer, name, None) for name in (*self.norms, *self.others)}
         missing = next((name for name in self.norms if norms[name] is None), None)
         if missing is not None:
-            raise ValueError(f"swap rotates q and k after their norms, got a {_name(layer)} without {missing}")
+            raise ValueError(f"swap rotates q and k after their norms, got a {type(layer).__name__} without {missing}")
         return [
             Replaced(norm, "forward", partial(encode.after_norm, norm, other=name in self.others, layout=self.layout))
             for name, norm in norms.items()
@@ -80,12 +69,7 @@ class Sdpa(OwnForward):
 
 @dataclass(frozen=True)
 class InFunction:
-    """Rotates q and k in a function `(q, k, *tables) -> (q, k)` that a layer's forward calls by its global name.
-
-    Attributes:
-        name: Name of the function in the layer's module.
-        layout: Of q and k, "bhtd" or "bthd"; without a batch too.
-    """
+    """Rotates q and k, "bhtd" or "bthd", in a function `(q, k, *tables) -> (q, k)` of the layer's module."""
 
     name: str
     layout: str = "bhtd"
@@ -114,8 +98,12 @@ def _watched(watch: type["_Watch"], layer: Any, encode: LayerEncoder, *args: Any
     if len(calls) != 1:
         rule = f"swap rotates q and k at {watch.call}, which the forward must call once"
         by_hand = "torchrope.rotate(q, k, rotation) in an attention of your own needs no swap"
-        raise ValueError(f"{rule}; {by_hand}, got a {_name(layer)} that calls it {len(calls)} times")
+        raise NotReached(f"{rule}; {by_hand}, got a {type(layer).__name__} that calls it {len(calls)} times")
     return output
+
+
+class NotReached(ValueError):
+    """The forward of a layer does not call the function in which q and k are rotated, or calls it more than once."""
 
 
 class _Watch(TorchFunctionMode):
@@ -173,14 +161,12 @@ class _Rebound:
     def __post_init__(self) -> None:
         forward = forward_of(self.layer)
         if self.name not in forward.__code__.co_names or self.name not in forward.__globals__:
-            raise ValueError(f"swap rotates q and k in {self.name}, got a {_name(self.layer)} that does not call it")
+            raise ValueError(
+                f"swap rotates q and k in {self.name}, got a {type(self.layer).__name__} that does not call it"
+            )
         self.module_names = forward.__globals__
         self.replaced = self.module_names[self.name]
-        names = {**self.module_names, self.name: self}
-        del names["__name__"]  # a compiler would look the names up in the module of that name
-        code = forward.__code__.replace()  # compilers keep graphs by code, and this has names of its own
-        self.function = FunctionType(code, names, forward.__name__, forward.__defaults__, forward.__closure__)
-        self.function.__kwdefaults__ = forward.__kwdefaults__
+        self.function = with_global(forward, self.name, self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of the layer's class, in which the name refers to this object."""
@@ -215,13 +201,43 @@ class _Rebound:
         _Rebound.__init__(self, **state)
 
 
+def with_global(forward: FunctionType, name: str, value: Any) -> FunctionType:
+    """Return a copy of a function for which a global name refers to another value."""
+    names = {**forward.__globals__, name: value}
+    del names["__name__"]  # a compiler would look the names up in the module of that name
+    code = forward.__code__.replace()  # compilers keep graphs by code, and this has names of its own
+    copied = FunctionType(code, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    return copied
+
+
+def kind_of_layer(layer: Any) -> tuple[Any, ...]:
+    """Return what layers whose forwards take the same branches have in common: flags, and which attributes are None."""
+    flags = ((name, value) for name, value in vars(layer).items() if not name.startswith("_") and name != "forward")
+    return (type(layer), *((name, value if isinstance(value, bool | str) else value is None) for name, value in flags))
+
+
+def inputs_of(layer: Any, tokens: Tensor) -> dict[str, Any]:
+    """Return arguments of the forward of a layer alone: tokens, tables that rotate none, otherwise None or defaults."""
+    hidden, *others = list(inspect.signature(type(layer).forward).parameters.values())[1:]
+    inputs: dict[str, Any] = {hidden.name: tokens}
+    for other in others:
+        if other.name == "position_embeddings":
+            inputs[other.name] = (tokens.new_ones(0, 1), tokens.new_zeros(0, 1))
+        elif other.name in ("rope_cos", "rope_sin"):  # timm's Gemma 4
+            inputs[other.name] = tokens.new_full((1, 1, layer.head_dim), other.name == "rope_cos")
+        elif other.name == "encoder_hidden_states" and getattr(layer, "add_q_proj", None) is not None:
+            inputs[other.name] = tokens  # diffusers' layers of two streams
+        elif other.name == "cu_seqlens":
+            inputs[other.name] = torch.tensor([0, len(tokens)], dtype=torch.int32, device=tokens.device)
+        elif other.default is other.empty and other.kind not in (other.VAR_POSITIONAL, other.VAR_KEYWORD):
+            inputs[other.name] = None
+    return inputs
+
+
 def forward_of(layer: Any) -> FunctionType:
     """Return the forward of a layer's class, without its decorators."""
     forward = inspect.unwrap(type(layer).forward)
     if not isinstance(forward, FunctionType):
-        raise ValueError(f"swap needs an attention layer whose forward is a function, got a {_name(layer)}")
+        raise ValueError(f"swap needs an attention layer whose forward is a function, got a {type(layer).__name__}")
     return forward
-
-
-def _name(layer: nn.Module) -> str:
-    return type(layer).__name__

@@ -31,16 +31,6 @@ class OwnRotation:
             `interleaved(head_dim)` or `halves(head_dim)`. Those after the last pair are not rotated.
         lattice: The positions p of tokens; if the caller of the model passes positions, their units.
         num_prefix: Leading tokens that are not rotated (class token, registers): at the origin, where R = I.
-
-    Example:
-        >>> import torchrope as tr
-        >>> ladder = tr.AxialRoPE(num_axes=2, num_heads=1, head_dim=8).frequencies_per_axis()
-        >>> own = OwnRotation(ladder, channels=halves(8))
-        >>> encoding = tr.MixedRoPE(num_axes=2, num_heads=4, head_dim=8)
-        >>> own.transfer_to(encoding)
-        (0, 4, 1, 5, 2, 6, 3, 7)
-        >>> torch.allclose(encoding.frequencies, ladder)
-        True
     """
 
     frequencies: Tensor
@@ -108,16 +98,7 @@ def interleaved(head_dim: int) -> tuple[int, ...]:
 
 
 def halves(head_dim: int, parts: int = 1) -> tuple[int, ...]:
-    """Return the order for pairs across halves: pair j of a part of n channels is its channels j and j + n / 2.
-
-    Args:
-        head_dim: Channels of a head; those beyond the parts come last.
-        parts: Number of equal parts that are halved separately, such as one per axis.
-
-    Example:
-        >>> halves(8), halves(8, parts=2)
-        ((0, 4, 1, 5, 2, 6, 3, 7), (0, 2, 1, 3, 4, 6, 5, 7))
-    """
+    """Return the order for pairs across halves of equal parts: pair j of n channels is its channels j and j + n / 2."""
     half = head_dim // (2 * parts)
     paired = [2 * part * half + j + side for part in range(parts) for j in range(half) for side in (0, half)]
     return (*paired, *range(2 * parts * half, head_dim))

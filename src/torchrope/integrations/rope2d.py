@@ -22,18 +22,9 @@ class _AxialHalves(nn.Module):
         self.F0 = F0
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Rotate tokens.
+        """Return tokens `(batch, heads, n, head_dim)` rotated by positions `(batch or 1, n, axes)`, real numbers.
 
-        Args:
-            tokens: `(batch, heads, n, head_dim)`, head_dim divisible by 2 per axis, any strides.
-            positions: Of every token, `(batch, n, axes)`, or `(1, n, axes)` for all samples; integers or floating point
-                numbers.
-
-        Returns:
-            New tokens of the same shape and dtype.
-
-        Raises:
-            ValueError: head_dim is not divisible by 2 per axis; other shapes; positions that are not real numbers.
+        ValueError for other shapes, or a head_dim that is not divisible by 2 per axis.
         """
         _check(tokens, positions, self.names, self.axes)
         whole = None if positions.is_floating_point() else wide_positions(positions, unread=torch.float32)
@@ -59,23 +50,13 @@ class RoPE2D(_AxialHalves):
     """Replacement for CroCo's RoPE2D: rotate queries or keys by the row and column of their patches.
 
     The first half of the channels of a head is rotated by the row y, the second half by the column x. Within a half of
-    m = head_dim / 2 channels, channels i and i + m / 2 are a pair, rotated counter-clockwise by the angle a_i:
+    m = head_dim / 2 channels, channels i and i + m / 2 are a pair, rotated by  a_i = p F0 / freq^(2i/m):
 
-        z_i         = cos(a_i) x_i - sin(a_i) x_{i+m/2}
-        z_{i+m/2}   = sin(a_i) x_i + cos(a_i) x_{i+m/2},     a_i = p F0 / freq^(2i/m),   i = 0 ... m/2 - 1
+        z_i = cos(a_i) x_i - sin(a_i) x_{i+m/2},    z_{i+m/2} = sin(a_i) x_i + cos(a_i) x_{i+m/2}
 
-    The input is not modified and may require a gradient. Angles, cosines and products are float32, or float64 for
-    float64, in a model of any dtype and under autocast, and rounded once at the end. For bfloat16 tokens the error is
-    that of rounding the result, a relative error of 2^-9 at most. The module has neither parameters nor buffers, so
-    checkpoints of models with another RoPE2D load unchanged; it never reads values of positions on the host, so it does
-    not synchronise the device.
-
-    Args:
-        freq: Base of the geometric sequence of frequencies  F0 / freq^(2i/m).
-        F0: The fastest frequency, radians per patch.
-
-    Raises:
-        ValueError: freq or F0 of 0 or less.
+    The input is not modified and may require a gradient. Arithmetic is float32, or float64 for float64, in a model of
+    any dtype and under autocast, and rounded once at the end. The module has neither parameters nor buffers, so
+    checkpoints of models with another RoPE2D load unchanged; it does not synchronise the device.
 
     References:
         Weinzaepfel et al., CroCo v2, section 3.2, for RoPE of two axes; Wang et al., DUSt3R, where freq is 100. Su et
@@ -96,16 +77,9 @@ class PointROPE(_AxialHalves):
     """Replacement for LitePT's PointROPE: rotate queries or keys by the three coordinates of their points.
 
     The first third of the channels of a head is rotated by x, the second by y, the last by z. Within a third of
-    m = head_dim / 3 channels, channels i and i + m / 2 are a pair, rotated counter-clockwise by
-    a_i = p F0 / freq^(2i/m). Nothing is compiled, on any device; precision and gradients are those of `RoPE2D`. The
-    original changes its input in place and returns it: use what is returned, the input is not modified.
-
-    Args:
-        freq: Base of the geometric sequence of frequencies  F0 / freq^(2i/m).
-        F0: The fastest frequency, radians per cell of the grid.
-
-    Raises:
-        ValueError: freq or F0 of 0 or less; in a call, a head_dim that is not divisible by 6.
+    m = head_dim / 3 channels, channels i and i + m / 2 are a pair, rotated by a_i = p F0 / freq^(2i/m), F0 in radians
+    per cell of the grid. Arguments, precision and gradients are those of `RoPE2D`. The original changes its input in
+    place and returns it: use what is returned, the input is not modified.
 
     References:
         Yue et al., LitePT (arXiv:2512.13689).

@@ -18,15 +18,7 @@ ATTRIBUTE = "rotary"
 
 
 class Rotary(nn.Module):
-    """The encodings of a swapped model: one per attention layer, or one shared by all.
-
-    Args:
-        encodings: In the order of the layers.
-        lattices: Token positions for each encoding.
-        channels: Order in which each encoding takes the channels of a head, or None for their natural order.
-        keep_position_tables: Whether the model's position tables are kept.
-        keep_rotation: Whether the model's built-in rotation is kept.
-    """
+    """The encodings of a swapped model, one per attention layer or one shared by all, their positions and channels."""
 
     def __init__(
         self,
@@ -44,6 +36,7 @@ class Rotary(nn.Module):
         self.lattices = list(lattices)
         self._first = [self.lattices.index(lattice) for lattice in lattices]  # here, as compilers compare none
         self.channels = [None if order == tuple(range(len(order or ()))) else order for order in channels]
+        self.received: dict[str, Any] = {}  # the source of each layer's tables, if the family looks for it
         self.original_modules = nn.ModuleDict()  # submodules of the model that are removed while it is swapped
         self._place_orders()
 
@@ -80,14 +73,7 @@ class Rotary(nn.Module):
     def positions(
         self, indices: Tensor, sizes: Sequence[int | Tensor] = (), num_prefix: int = 0, num_suffix: int = 0
     ) -> list[Tensor]:
-        """Return the positions of some tokens of a lattice for each encoding, `(..., tokens, axes)`.
-
-        Args:
-            indices: Their indices `(..., tokens, axes)`.
-            sizes: Tokens along each axis, numbers, or tensors `(..., 1)` if sizes differ between samples.
-            num_prefix: Leading tokens at the origin.
-            num_suffix: Trailing tokens at the origin.
-        """
+        """Return the positions of tokens, by their indices `(..., tokens, axes)` in a lattice, for each encoding."""
         different = {
             first: pad(prefix(self.at(first, indices, sizes), num_prefix), (0, 0, 0, num_suffix))
             for first in dict.fromkeys(self._first)

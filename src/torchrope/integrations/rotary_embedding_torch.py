@@ -18,19 +18,9 @@ def apply_rotary_emb(
     seq_dim: int = -2,
     freqs_seq_dim: int | None = None,
 ) -> Tensor:
-    """Rotate adjacent pairs of channels by given angles, and multiply the rotated channels by a scale.
+    """Rotate adjacent pairs of channels of t by angles freqs, each twice in turn, and multiply them by a scale.
 
-    Args:
-        freqs: Angles in radians, each twice in turn, `(..., rotated channels)`, broadcast against t.
-        t: `(..., channels)`.
-        start_index: The first rotated channel.
-        scale: Of the rotated channels, a number or broadcast against t.
-        seq_dim: The dimension of tokens in t.
-        freqs_seq_dim: The dimension of tokens in freqs, of which the last are read; None for 0 if freqs has 2
-            dimensions or t has 3, otherwise all are read.
-
-    Returns:
-        Rotated t in its dtype, computed in float32 or wider and rounded once; gradients reach t, freqs and scale.
+    Computed in float32 or wider and rounded once; gradients reach t, freqs and scale.
 
     Raises:
         ValueError: more rotated channels than t has behind start_index, or an odd number.
@@ -67,28 +57,10 @@ def apply_learned_rotations(
 
 
 class RotaryEmbedding(Float32Module):
-    """Replacement for the class of rotary-embedding-torch: rotate adjacent pairs of channels by positions in sequence.
+    """Replacement for the class of rotary-embedding-torch, with its arguments: rotate adjacent pairs by positions.
 
-    Angles are p f_i with f_i = theta^(-2i/dim) for "lang". They are float32 or wider for models of any dtype, where
-    the original computes positions in the dtype of q, and are computed anew: nothing is cached, so a cast or a
-    different call before cannot change a result. State dictionaries and gradients are those of the original; the
-    arguments of its cache are accepted and have no effect.
-
-    Args:
-        dim: Number of rotated channels.
-        custom_freqs: Frequencies instead, `(dim / 2,)`.
-        freqs_for: "lang", "pixel" (π to π max_freq / 2) or "constant" (num_freqs ones).
-        theta: Base of the frequencies.
-        max_freq: Of "pixel".
-        num_freqs: Of "constant".
-        learned_freq: Whether `freqs` is trained.
-        use_xpos: Whether scores decay with distance, by `rotate_queries_and_keys`.
-        xpos_scale_base: Distance of a decay step.
-        interpolate_factor: Divides positions, 1 or more.
-        theta_rescale_factor: NTK-aware factor of context length.
-        seq_before_head_dim: Whether q is `(batch, tokens, heads, channels)`.
-        cache_if_possible: Ignored.
-        cache_max_seq_len: Ignored.
+    Angles are p f_i with f_i = theta^(-2i/dim) for "lang", float32 or wider for models of any dtype. Nothing is cached:
+    the arguments of the original's cache have no effect. State dictionaries and gradients are those of the original.
 
     Raises:
         ValueError: unknown freqs_for, interpolate_factor below 1; in calls, q alone with use_xpos.
@@ -209,9 +181,7 @@ class RotaryEmbedding(Float32Module):
     def get_axial_freqs(self, *dims: int, offsets: Any = None) -> Tensor:
         """Return the angles of a lattice, `(*dims, len(dims) * dim)`, the channels of one axis behind another's.
 
-        Args:
-            *dims: Sizes of the axes; "pixel" places them in [-1, 1].
-            offsets: Added to positions, one per axis.
+        Sizes dims are placed in [-1, 1] for "pixel"; offsets, one per axis, are added to positions.
         """
         if offsets is not None and len(offsets) != len(dims):
             raise ValueError(f"offsets must be one per axis, {len(dims)}, got {len(offsets)}")

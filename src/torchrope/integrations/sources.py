@@ -1,7 +1,6 @@
 """Where the positions of tokens come from in a model of another library: once per forward, or for each layer.
 
-Each class has a method `attach` that hooks the functions which set positions into a model, and returns the handles that
-undo it.
+The method `attach` hooks the functions which set positions into a model, and returns the handles that undo it.
 """
 
 import inspect
@@ -34,8 +33,7 @@ class FromPatches:
         drop: Name of a submodule of timm that drops patches, if any.
         place: Function of the model, arguments and keyword arguments of the module and its output (None for "") that
             returns the `Placed` patches; by default those of an image or volume, from an output
-            `(batch, channels, *lattice)`, or `(batch, tokens, channels)` with a token for each square or cubic patch,
-            or for each stride of a convolution whose stride differs between axes.
+            `(batch, channels, *lattice)` or `(batch, tokens, channels)`, a token for each square patch or stride.
     """
 
     module: str = ""
@@ -54,7 +52,7 @@ class FromPatches:
         dropout = getattr(tower, self.drop, None) if self.drop else None
         if type(dropout).__name__ in ("PatchDropout", "PatchDropoutWithIndices"):
             handles.append(Replaced(dropout, "forward", partial(_dropped, dropout, state, self._num_prefix(tower))))
-        blocks = _blocks(tower, layers)
+        blocks = blocks_of(tower, layers)
         parts = [part for block in blocks for part in block.children() if part not in blocks]
         for module in (*blocks, *parts):
             link = partial(state.link, part=module not in blocks)
@@ -75,13 +73,7 @@ class FromPatches:
 
 
 class FromCoordinates(FromPatches):
-    """Positions that the caller passes to the model, as points of a cloud.
-
-    Args:
-        name: Name of the model's argument, `([batch,] tokens, axes)`.
-        place: Its index as a positional argument.
-        prefix: Leading tokens without position, as of `FromPatches`.
-    """
+    """Positions `([batch,] tokens, axes)` that the caller passes to the model by an argument's name or index."""
 
     def __init__(self, name: str, place: int, prefix: int | str | Callable[[Any], int] = 0) -> None:
         super().__init__(prefix=prefix, place=partial(_coordinates, name, place))
@@ -89,11 +81,7 @@ class FromCoordinates(FromPatches):
 
 @dataclass(frozen=True)
 class FromLayer:
-    """Positions that each layer computes from its own input, such as those in a window.
-
-    Attributes:
-        place: Function of a layer, its arguments and keyword arguments that returns the `Placed` tokens.
-    """
+    """`Placed` tokens, such as those of a window, by a function of a layer, its arguments and keyword arguments."""
 
     place: Callable[[Any, tuple[Any, ...], dict[str, Any]], Placed]
 
@@ -110,8 +98,8 @@ class FromArgument:
     Attributes:
         name: Name of the tables among the arguments of a layer.
         replace_tables: Makes a model pass positions in place of tables; returns handles that undo it.
-        read: Returns the lattice indices of all tokens of a layer `(..., tokens, axes)` and the argument for the layer,
-            from the argument received, the layer, and the number of tokens in the other (text) stream.
+        read: Returns the indices of a layer's tokens `(..., tokens, axes)` and the argument for it, from the argument
+            received, the layer, and the number of tokens in the other (text) stream.
         other: Name of a layer's argument with the tokens of another stream, if any.
         streams: Returns whether a layer has separate norms for the other stream, whose tokens come first.
         exact: Whether cos and sin are computed by PyTorch, because angles are so large that kernels round differently.
@@ -192,7 +180,7 @@ def _dropped(dropout: Any, state: ForwardState, num_prefix: int, tokens: Tensor)
     return tokens if isinstance(dropout, PatchDropout) else (tokens, kept)
 
 
-def _blocks(tower: nn.Module, layers: Sequence[Any]) -> list[nn.Module]:
+def blocks_of(tower: nn.Module, layers: Sequence[Any]) -> list[nn.Module]:
     """Return the elements of lists of modules that contain layers: gradient checkpointing runs them again."""
     lists = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
     parts = dict.fromkeys(part for module in tower.modules() if isinstance(module, lists) for part in module.children())

@@ -13,8 +13,10 @@ from torchrope.encodings.names import built_class
 from torchrope.integrations.checkpoints.describing import describe, to_json
 from torchrope.integrations.checkpoints.settings import Limits, check, settable
 from torchrope.integrations.families import refuse
+from torchrope.integrations.families.shared import kind_of
 from torchrope.integrations.family import Adapter, AttentionShape, adapters
 from torchrope.integrations.own_rotation import OwnRotation
+from torchrope.integrations.proof import prove
 from torchrope.integrations.rotary import ATTRIBUTE, Rotary
 from torchrope.lattice import Lattice
 from torchrope.positions import PerAxis
@@ -44,14 +46,9 @@ def swap(
     rounding too, because a planar rotation and the norm before it are computed in one pass and rounded once.
 
     Args:
-        model: Of timm: VisionTransformer (ViT, DeiT, DINOv2, CLIP and SigLIP towers), Eva (EVA-02, rope ViTs, PE,
-            DINOv3), NaFlexVit, Beit, SwinTransformer and its V2, VisionTransformerSAM, and the vision encoders of
-            Qwen3, DeepSeek and Gemma 4. Of transformers: the vision models of ViT, DeiT, BEiT, DINOv2, DINOv3, I-JEPA,
-            ViTMAE, DPT, CLIP, SigLIP, BLIP-2, SAM, VideoMAE and V-JEPA 2; vision towers with RoPE (Qwen-VL, Pixtral,
-            Llama 4, SAM 3 and others) and text models (Llama, Qwen, Gemma and others); and models that contain them.
-            Of diffusers: the transformers of Flux, Flux 2, Qwen-Image, Lumina 2, Wan, HunyuanVideo, CogVideoX,
-            LTX-Video, LTX-2 and Cosmos. nnU-Net's Primus. Also a custom model that contains one of these; of a vision
-            tower and a text model, the tower is swapped.
+        model: One of those in docs/use-it-in-your-model.md (vision models and text models of timm and transformers,
+            transformers of diffusers, nnU-Net's Primus), or a model that contains one; of a vision tower and a text
+            model, the tower is swapped. A layer of each kind is run once and compared with its own code.
         encoding: A name ("mixed", "liere:8"); an `Encoding`, shared by all layers, its rotation computed once per
             forward; or a factory called for each layer with num_axes, num_heads and head_dim.
         block_size: b, if encoding is a name or a factory that takes one.
@@ -67,21 +64,11 @@ def swap(
             init="model" positions are the model's; in a model of diffusers they always are, multiplied by `spacing`.
         origin: Position of the first token, one number or one per axis; default as for `spacing`.
 
-    Returns:
-        The same model.
-
     Raises:
         ValueError: an unsupported or already swapped model, or one of diffusers after `enable_parallelism`; an encoding
-            that does not fit its heads, or cannot represent the model's built-in rotation.
+            that does not fit its heads, or cannot represent the model's built-in rotation; a layer that then computes
+            something else than its own code. The model is unchanged.
         ImportError: timm, transformers or diffusers is older than supported.
-
-    Warns:
-        UserWarning: the model has no position information, because keep_position_tables=False zeroes its table and
-            generators are zero; outputs change; an encoding that `save` cannot describe.
-
-    References:
-        ComRoPE (Yu et al., CVPR 2025, arXiv:2506.03737), supplementary material, B.2: with zero generators rotary
-        attention is plain attention.
 
     Example:
         >>> import timm
@@ -93,10 +80,10 @@ def swap(
     """
     adapter = _before_parallelism(adapt(model))
     if getattr(adapter.tower, ATTRIBUTE, None) is not None:
-        raise ValueError(f"swap needs a model that is not swapped, got a swapped {_name(model)}: call unswap first")
+        raise ValueError(f"swap needs a model that is not swapped, got a swapped {kind_of(model)}: call unswap first")
     rotation, rotates = adapter.family.rotation, adapter.rotates()
     if keep_rotation and rotation is not None and rotation.remove is None:
-        rule = f"keep_rotation must be False for a {_name(adapter.tower)}, whose rotation can only be replaced"
+        rule = f"keep_rotation must be False for a {kind_of(adapter.tower)}, whose rotation can only be replaced"
         raise ValueError(f"{rule}, got keep_rotation=True")
     shapes = adapter.shapes()
     built_here = isinstance(encoding, str) or built_class(encoding) is not None  # not an Encoding, or by a function
@@ -126,33 +113,27 @@ def swap(
         moved = next((made for made in encodings if _has_zero_generators(made) is False), None)
         if rotates and not keep_rotation:
             rule = "outputs change, because the encoding replaces the model's rotation; init='model' preserves it"
-            warnings.warn(f"{rule}, got {_name(model)}", stacklevel=2)
+            warnings.warn(f"{rule}, got {kind_of(model)}", stacklevel=2)
         elif init != "paper" and moved is not None:
             rule = "outputs change, because the encoding rotates from the start; init='paper' says that this is wanted"
-            warnings.warn(f"{rule}, got {_name(moved)}", stacklevel=2)
+            warnings.warn(f"{rule}, got {kind_of(moved)}", stacklevel=2)
     install(
         adapter, encodings, lattices, channels, keep_position_tables=keep_position_tables, keep_rotation=keep_rotation
     )
     if not keep_position_tables and not keep_rotation and all(map(_has_zero_generators, encodings)):
         reason = "the position table and all generators are zero; init='paper' starts with a rotation"
-        warnings.warn(f"{_name(model)} has no position information: {reason}", stacklevel=2)
+        warnings.warn(f"{kind_of(model)} has no position information: {reason}", stacklevel=2)
     for made in {type(made): made for made in encodings}.values():
         try:
             arguments = json.loads(to_json(describe(made)["arguments"]))
             check("its arguments", arguments, settable(type(made)), Limits(), partly=True)
         except ValueError as error:
-            warnings.warn(f"torchrope.save will reject this {_name(model)}: {error}", stacklevel=2)
+            warnings.warn(f"torchrope.save will reject this {kind_of(model)}: {error}", stacklevel=2)
     return model
 
 
 def unswap(model: Model) -> Model:
     """Undo `swap`: remove the encodings and restore the position table and the built-in rotation.
-
-    Args:
-        model: A swapped model, changed in-place. Other parameters keep their current values.
-
-    Returns:
-        The same model.
 
     Raises:
         ValueError: a model that is not swapped, whose tables were resized since, or with `enable_parallelism`.
@@ -160,7 +141,7 @@ def unswap(model: Model) -> Model:
     adapter = _before_parallelism(adapt(model))
     rotary = getattr(adapter.tower, ATTRIBUTE, None)
     if rotary is None:
-        raise ValueError(f"unswap needs a swapped model, got {_name(model)}")
+        raise ValueError(f"unswap needs a swapped model, got {kind_of(model)}")
     _remove(adapter, rotary)
     return model
 
@@ -196,6 +177,7 @@ def install(
             table.zero_()
     try:
         adapter.attach(rotary)
+        prove(adapter, rotary)
     except Exception:  # as before the swap, which can then be repeated
         _remove(adapter, rotary)
         raise
@@ -212,14 +194,14 @@ def adapt(model: nn.Module) -> Adapter:
         refuse(model)
     rule = "swap supports the models in docs/use-it-in-your-model.md and those of register_family, one at a time"
     by_hand = "; in an attention of your own call tr.rotate(q, k, rotation), see docs/your-own-attention.md"
-    raise ValueError(f"{rule}, got {_name(model)}{f', with {len(chosen)} of them' if chosen else by_hand}")
+    raise ValueError(f"{rule}, got {kind_of(model)}{f', with {len(chosen)} of them' if chosen else by_hand}")
 
 
 def _before_parallelism(adapter: Adapter) -> Adapter:
     """Return the adapter; raise if diffusers' hooks, which split positions, wrap the functions that swap replaces."""
     if getattr(adapter.tower, "_parallel_config", None) is not None:
         rule = "swap and unswap must be called before enable_parallelism"
-        raise ValueError(f"{rule}, got a {_name(adapter.tower)} that is already parallel")
+        raise ValueError(f"{rule}, got a {kind_of(adapter.tower)} that is already parallel")
     return adapter
 
 
@@ -280,7 +262,3 @@ def check_fit(encoding: Encoding, shape: AttentionShape) -> None:
     if encoding.num_axes != axes or encoding.head_dim != shape.head_dim or heads not in (1, shape.num_heads):
         rule = f"num_axes={axes}, num_heads={shape.num_heads}, head_dim={shape.head_dim}"
         raise ValueError(f"the model needs an encoding of {rule}, got {encoding}")
-
-
-def _name(model: nn.Module) -> str:
-    return type(model).__name__

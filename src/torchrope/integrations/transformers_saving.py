@@ -44,19 +44,8 @@ def save_pretrained(
 
     The folder gets the model's configuration as base_config.json, from which the model for `torchrope.load` with
     `into=` is built; a config.json by which from_pretrained raises an error that says so; and an index file that lets a
-    Trainer resume from it.
-
-    Args:
-        model: The swapped model.
-        save_directory: The folder, created if missing.
-        is_main_process: Whether this process is the one that writes.
-        state_dict: None, or the model's own tensors.
-        push_to_hub: Must be False.
-        kwargs: Ignored (sharding options of transformers).
-
-    Raises:
-        ValueError: push_to_hub=True; a folder with the config.json of another model; a state_dict of other tensors; a
-            model that `torchrope.save` does not support.
+    Trainer resume from it. Sharding options of transformers are ignored. ValueError is raised for push_to_hub=True, a
+    folder with the config.json of another model, other tensors, and a model that `torchrope.save` does not support.
     """
     folder = Path(save_directory)
     config = folder / CONFIG_NAME

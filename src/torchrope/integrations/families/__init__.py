@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from torchrope.integrations.families import diffusers, primus, timm, transformers
-from torchrope.integrations.families.transformers import by_hand, called_functions
+from torchrope.integrations.families.transformers import by_hand, called_functions, is_attention
 from torchrope.integrations.family import names_of
 
 FAMILIES = (*timm.FAMILIES, *transformers.FAMILIES, *diffusers.FAMILIES, *primus.FAMILIES)
@@ -19,6 +19,7 @@ _REFUSED = {
     "timm.*.HieraDet": f"Hiera's {_POOLED}",
     "transformers.*.HieraMaskUnitAttention": f"Hiera's {_POOLED}",
     "transformers.*.Sam2MultiScaleAttention": f"the queries of SAM 2's Hiera {_POOLED.removeprefix('queries ')}",
+    "transformers.*.EomtDinov3Attention": "EoMT puts queries before the patches in its last layers alone",
     "transformers.*.EdgeTamVideoRoPECrossAttention": f"EdgeTAM's {_MEMORY}",
     "transformers.*.EdgeTamVideoRoPESelfAttention": f"EdgeTAM's {_MEMORY}",
     "transformers.*.Sam2VideoRoPEAttention": f"SAM 2's {_MEMORY}",
@@ -28,15 +29,13 @@ _REFUSED = {
 
 
 def refuse(model: nn.Module) -> None:
-    """Raise an error for a model that `swap` does not support, if the reason is known.
-
-    Raises:
-        ValueError: a model whose attention rotates or pools q and k in another way.
-    """
+    """Raise ValueError for a model whose attention rotates or pools q and k in another way, if it is known."""
     for module in model.modules():
         kind, names = type(module).__name__, names_of(type(module))
         reasons = [why for name in names for pattern, why in _REFUSED.items() if fnmatchcase(name, pattern)]
-        if _rotates(module):
+        if _rotates(module) and is_attention(module):
+            reasons.append(f"no module called with position_ids makes the cos and sin of {kind}")
+        elif _rotates(module):
             reasons.append(f"{kind} does not rotate q and k by one function of q, k, cos and sin")
         if reasons:
             rule = f"swap needs attention that rotates q and k by positions, but {reasons[0]}"

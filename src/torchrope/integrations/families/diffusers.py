@@ -160,14 +160,10 @@ def _read_tables(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def positions_of(cos: Tensor, sin: Tensor) -> Tensor:
-    """Recover positions from CogVideoX's tables.
+    """Recover positions (time, height, width) `(tokens, 3)`, to about 1e-6, from CogVideoX's `(tokens, head_dim)`.
 
     The slowest pair of an axis gives a rough position, refined by each faster pair:
-    p <- (a_j + 2 pi round((p f_j - a_j) / 2 pi)) / f_j,  a_j = atan2(sin, cos).  Valid while the angle of the
-    slowest pair is within half a period.
-
-    Tables are `(tokens, head_dim)`, each value repeated twice; positions (time, height, width) `(tokens, 3)` are
-    accurate to about 1e-6.
+    p <- (a_j + 2 pi round((p f_j - a_j) / 2 pi)) / f_j,  a_j = atan2(sin, cos).
     """
     angles = torch.atan2(sin.double(), cos.double())[:, ::2]
     columns = []

@@ -1,7 +1,6 @@
-"""Primus, nnU-Net's transformer for volumes, of the package dynamic-network-architectures.
+"""Primus, nnU-Net's transformer for volumes, of dynamic-network-architectures: an EVA of timm's blocks with three axes.
 
-It is an EVA with three axes built from timm's blocks. Its package requires timm below 1.0.23, because later rotary
-embeddings of timm reject three axes.
+Its package requires timm below 1.0.23, because later rotary embeddings of timm reject three axes.
 """
 
 from collections.abc import Sequence

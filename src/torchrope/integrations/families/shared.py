@@ -36,6 +36,8 @@ def num_heads(layer: Any) -> int:
     """Return the number of key heads of a layer."""
     if hasattr(layer, "num_kv_heads"):  # Falcon repeats them in one of its forms
         return int(layer.num_heads if getattr(layer, "new_decoder_architecture", False) else layer.num_kv_heads)
+    if hasattr(layer, "num_key_value_heads"):  # JetMoE repeats them in another way than by groups
+        return int(layer.num_key_value_heads)
     heads = next((getattr(layer, name) for name in ("num_heads", "num_attention_heads") if hasattr(layer, name)), None)
     return int((heads or layer.config.num_attention_heads) // getattr(layer, "num_key_value_groups", 1))
 

@@ -1,28 +1,45 @@
 """Models of transformers that `swap` supports.
 
-Vision encoders whose attention calls transformers' attention functions get positions from their patches. In models
-with RoPE a module computes cos and sin `(tokens, channels)` from positions, and attention layers pass them to a
-function such as `apply_rotary_pos_emb(q, k, cos, sin)`: positions are appended to cos as further channels, so that the
-model's own reordering of tokens (windows of Qwen2.5-VL) applies to them too. Packed sequences, key caches and
-FlashAttention work unchanged.
+In models with RoPE a module computes cos and sin `(tokens, channels)` from positions, and attention layers pass them to
+a function such as `apply_rotary_pos_emb(q, k, cos, sin)`: positions are appended to cos as further channels, so that
+the model's own reordering of tokens (windows of Qwen2.5-VL) applies to them too.
 """
 
 import inspect
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchrope.integrations.families.shared import head_dim, kind_of, on_map, sam_shape, shape_of, unrotating_tables
-from torchrope.integrations.family import BuiltInRotation, ModelFamily
+from torchrope.integrations.families.shared import (
+    Sizes,
+    head_dim,
+    kind_of,
+    on_map,
+    sam_shape,
+    shape_of,
+    unrotating_tables,
+)
+from torchrope.integrations.family import AttentionShape, BuiltInRotation, ModelFamily
 from torchrope.integrations.forward_state import LayerEncoder
-from torchrope.integrations.interception import InAttentionInterface, InFunction, OwnForward, Sdpa, forward_of
+from torchrope.integrations.interception import (
+    InAttentionInterface,
+    InFunction,
+    OwnForward,
+    Sdpa,
+    forward_of,
+    inputs_of,
+    kind_of_layer,
+    with_global,
+)
 from torchrope.integrations.own_rotation import (
     OwnRotation,
     axis_by_axis,
@@ -33,8 +50,8 @@ from torchrope.integrations.own_rotation import (
     with_augmentation,
     with_exact_frequencies,
 )
-from torchrope.integrations.rotary import Replaced, Rotary
-from torchrope.integrations.sources import FromArgument, FromLayer, FromPatches, Placed, argument
+from torchrope.integrations.rotary import ATTRIBUTE, Replaced, Rotary
+from torchrope.integrations.sources import FromArgument, FromLayer, FromPatches, Placed, argument, blocks_of
 from torchrope.lattice import Lattice
 from torchrope.positions import grid
 from torchrope.rotating import rotate
@@ -54,6 +71,7 @@ def _saving(tower: Any, model: nn.Module, rotary: Rotary) -> list[Replaced]:
     """Save swapped models by `torchrope.save`."""
     from torchrope.integrations.transformers_saving import own_saving
 
+    rotary.received = _received_by.get(tower, {})
     return own_saving(model, tower)
 
 
@@ -156,6 +174,8 @@ _ENCODERS = (
     _encoder("Dinov2WithRegistersModel", "Dinov2WithRegistersAttention"),
     _encoder("IJepaModel", "IJepaAttention", 0),
     _encoder("InstructBlipVisionModel", "InstructBlipAttention"),
+    _encoder("Sapiens2Backbone", "Sapiens2Attention", **_DINOV3),
+    _encoder("Sapiens2Model", "Sapiens2Attention", **_DINOV3),
     _encoder("Siglip2VisionModel", "Siglip2Attention", positions=FromPatches(place=_siglip2_patches)),
     _encoder("SiglipVisionModel", "SiglipAttention", 0),
     _encoder("ViTMAEModel", "ViTMAEAttention", positions=FromPatches("embeddings", prefix=1, place=_kept_patches)),
@@ -258,6 +278,10 @@ _SAM: Any = dict(
 _SAMS = [_encoder(name, "layers.*.attn", **_SAM) for name in ("SamVisionEncoder", "SamHQVisionEncoder")]
 
 
+_WINDOWED = ("sliding_attention", "chunked_attention", "hybrid_sliding", "window_attention")
+"""Types of layers that see a window of their input."""
+
+
 # Models with RoPE, found by structure, not by class: a tower is the smallest PreTrainedModel whose attention layers
 # call one of these functions and have a rotary embedding module.
 
@@ -274,14 +298,8 @@ class _RotaryLayer(NamedTuple):
 
     layer: Any
     rope: Any
+    layer_type: str | None  # if frequencies differ by type (Gemma 3, OLMo 3, ModernBERT)
     has_time: bool  # in a vision tower
-
-    @property
-    def layer_type(self) -> Any:
-        """The type of the layer if frequencies differ by type (Gemma 3, OLMo 3, ModernBERT), otherwise None."""
-        if hasattr(self.rope, "inv_freq"):
-            return None
-        return getattr(self.layer, "layer_type", None) or self.layer.config.layer_types[self.layer.layer_idx]
 
     def attribute(self, name: str, *default: Any) -> Any:
         """Return an attribute of the rotary embedding for the layer's type."""
@@ -292,7 +310,8 @@ class _RotaryLayer(NamedTuple):
         """The family of the tower."""
         if hasattr(self.rope, "freqs_ci"):
             return "llama4"
-        if _met(self.layer).name == "apply_rotary_pos_emb_2d" and hasattr(self.layer.config, "global_attn_indexes"):
+        function = rotation_function(self.layer).name
+        if function == "apply_rotary_pos_emb_2d" and hasattr(self.layer.config, "global_attn_indexes"):
             return "sam3"
         vision = hasattr(self.rope, "recomposition_frequencies") and not getattr(self.layer, "is_causal", False)
         return "vision" if vision else "text"
@@ -304,22 +323,85 @@ class _RotaryLayer(NamedTuple):
 
 
 def _pairs(tower: Any) -> list[_RotaryLayer]:
-    """Return the attention layers of a tower with their rotary embeddings; empty if a layer has none.
-
-    That of a layer is the first among its siblings, or else among those of its nearest parent that has one.
-    """
+    """Return the attention layers that rotate, by tables that the tower passes to them, else by the nearest ones."""
     parts = _parts(tower)
-    layers = {layer: name for name, layer in parts.items() if _is_attention(layer)}
-    if not layers:
-        return []
-    ropes = {name.rpartition(".")[0]: part for name, part in reversed(parts.items()) if _makes_tables(part)}
+    layers = {name: layer for name, layer in parts.items() if is_attention(layer)}
+    ropes = {name: part for name, part in reversed(parts.items()) if _makes_tables(part)}
+    nearest = {name.rpartition(".")[0]: name for name in ropes}
+    received = _received(tower, layers, ropes) if layers and ropes else {}
     has_time, pairs = getattr(tower, "include_temporal", False), []
-    for layer, name in layers.items():
-        parents = [parent for parent in ropes if not parent or name.startswith(f"{parent}.")]
+    for name, layer in layers.items():
+        parents = [parent for parent in nearest if not parent or name.startswith(f"{parent}.")]
         if not parents:
             return []
-        pairs.append(_RotaryLayer(layer, ropes[max(parents, key=len)], has_time))
+        rope, layer_type = received.get(name, (nearest[max(parents, key=len)], None))
+        if rope:
+            if layer_type is None and not hasattr(ropes[rope], "inv_freq") and not hasattr(ropes[rope], "freqs_ci"):
+                layer_type = getattr(layer, "layer_type", None) or layer.config.layer_types[layer.layer_idx]
+            pairs.append(_RotaryLayer(layer, ropes[rope], layer_type, has_time))
     return pairs
+
+
+_received_by: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+
+
+def _received(tower: Any, layers: dict[str, Any], ropes: dict[str, Any]) -> dict[str, Any]:
+    """Return the rotary embedding and layer type whose tables each layer receives, "" for a layer that uses none."""
+    if hasattr(tower, ATTRIBUTE):  # as found by `swap`
+        return tower.rotary.received
+    if tower not in _received_by:
+        try:
+            _received_by[tower] = _run_without_blocks(tower, layers, ropes)
+        except Exception:  # of the tower's own code: it takes other inputs, or has no values on the meta device
+            _received_by[tower] = {}
+    return _received_by[tower]
+
+
+@torch.no_grad()
+def _run_without_blocks(tower: Any, layers: dict[str, Any], ropes: dict[str, Any]) -> dict[str, Any]:
+    """Run a text model on three tokens and note the tables that each of its blocks receives, without running them."""
+    made: list[Any] = []
+    received: dict[str, Any] = {}
+    rotates: dict[Any, bool] = {}
+
+    def note(name: str, rope: Any, args: Any, kwargs: dict[str, Any], tables: Any) -> None:
+        made.append((tables, name, argument("layer_type", 2, args, kwargs)))
+
+    def skip(block: Any, *args: Any, **kwargs: Any) -> Tensor:
+        tables = kwargs["position_embeddings"]
+        source = next((source for values, *source in made if values is tables), None)
+        tokens: Tensor = args[0] if args else kwargs["hidden_states"]
+        for name, layer in layers.items():
+            if layer in inside[block] and (source is not None or tables is None):
+                kind = (kind_of_layer(layer), tables is None)
+                if kind not in rotates:
+                    rotates[kind] = tables is not None and _calls_rotation(layer, tokens)
+                received[name] = tuple(source or ()) if rotates[kind] else ("", None)
+        return tokens
+
+    inside = {block: set(block.modules()) for block in blocks_of(tower, list(layers.values()))}
+    handles: list[Any] = [Replaced(block, "forward", partial(skip, block)) for block in inside]
+    handles += [rope.register_forward_hook(partial(note, name), with_kwargs=True) for name, rope in ropes.items()]
+    try:
+        with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+            warnings.simplefilter("ignore")
+            tokens = torch.ones(1, 3, tower.config.hidden_size, dtype=tower.dtype, device=tower.device)
+            mask = tokens.new_zeros(1, 1, 3, 3)  # so that none is made, for which values would be read
+            type(tower).forward(tower, inputs_embeds=tokens, attention_mask=mask, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return received
+
+
+def _calls_rotation(layer: Any, tokens: Tensor) -> bool:
+    """Return whether the forward of a layer calls its rotation function; True if it cannot be run."""
+    forward = with_global(forward_of(layer), rotation_function(layer).name, None)  # a call raises
+    try:
+        forward(layer, **inputs_of(layer, tokens))
+    except Exception:
+        return True
+    return False
 
 
 def _parts(tower: Any) -> dict[str, Any]:
@@ -331,15 +413,16 @@ def _parts(tower: Any) -> dict[str, Any]:
     return {name: part for name, part in named.items() if not f"{name}.".startswith(inner)}
 
 
-def _is_attention(module: Any) -> bool:
+def is_attention(module: Any) -> bool:
+    """Return whether a module is attention that rotates q and k by tables which it receives."""
     is_sized = hasattr(module, "head_dim") or hasattr(module, "head_size")
-    if not is_sized or not getattr(module, "use_rope", True) or _met(module) is None:  # SmolLM3 has use_rope
+    if not is_sized or not getattr(module, "use_rope", True) or rotation_function(module) is None:
         return False
     arguments = inspect.signature(forward_of(module)).parameters
     return "position_embeddings" in arguments or "freqs_ci" in arguments
 
 
-def _met(layer: Any) -> Any:
+def rotation_function(layer: Any) -> Any:
     """Return the one function of `_LAYOUTS` that a layer calls, as an `InFunction`, or None."""
     called = [name for name in called_functions(layer) if name in _LAYOUTS]
     if len(called) != 1 or "cos" in list(inspect.signature(forward_of(layer).__globals__[called[0]]).parameters)[:2]:
@@ -382,6 +465,22 @@ def _text_lattice(tower: Any) -> tuple[int, ...]:
     return (tower.config.max_position_embeddings,) * _num_text_axes(rope)
 
 
+def _shape(lattice: Sizes, tower: Any, layer: Any) -> AttentionShape:
+    """Return the shape of an attention layer, whose lattice does not grow if it sees a window of it."""
+    shape, index = shape_of(lattice, tower, layer), getattr(layer, "layer_idx", None)
+    if index is None:  # of a vision tower
+        name = next(name for name, part in tower.named_modules() if part is layer)
+        index = next((int(part) for part in name.split(".") if part.isdecimal()), 0)
+    config = vars(getattr(layer, "config", tower.config))
+    kinds, full = config.get("layer_types"), getattr(tower, "fullatt_block_indexes", None)
+    if full is not None:  # Qwen2.5-VL
+        return replace(shape, grows=index in full)
+    if kinds and kinds[index] not in _WINDOWED:
+        return shape
+    window = layer.sliding_window if hasattr(layer, "sliding_window") else config.get("sliding_window")
+    return replace(shape, grows=not kinds if window is None else window > shape.lattice[0])
+
+
 def _num_text_axes(rope: Any) -> int:
     if not hasattr(rope, "recomposition_frequencies"):
         return 1
@@ -399,10 +498,7 @@ def _append_positions(tower: Any) -> list[Any]:
 def _append(
     num_axes: int, axes_first: bool, rope: Any, args: Any, kwargs: dict[str, Any], tables: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Forward hook of a rotary embedding: append positions to cos as further channels.
-
-    The position_ids are `(axes, batch, tokens)` if axes are first, otherwise `(tokens, axes)` or `(batch, tokens)`.
-    """
+    """Forward hook of a rotary embedding: append positions to cos as further channels."""
     cos, sin = tables
     ids = argument("position_ids", 1, args, kwargs)
     ids = ids.movedim(0, -1) if axes_first else ids
@@ -476,7 +572,7 @@ def _matches(rotation: OwnRotation, pair: _RotaryLayer) -> bool:
         ids = ids.mT if pair.num_axes == 1 else ids.mT.unsqueeze(1)  # (1, tokens) or (axes, 1, tokens)
     drawn = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 1, 1, len(positions), head_dim(pair.layer), generator=drawn)
-    met, device = _met(pair.layer), pair.attribute("inv_freq").device
+    met, device = rotation_function(pair.layer), pair.attribute("inv_freq").device
     function = forward_of(pair.layer).__globals__[met.name]
     layer_types = () if pair.layer_type is None else (pair.layer_type,)
     try:
@@ -508,9 +604,9 @@ def _llama4_rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
 _VISION = ModelFamily(
     "transformers.*.PreTrainedModel",
     layers=partial(_layers_with_rope, "vision"),
-    shape=partial(shape_of, _vision_lattice),
+    shape=partial(_shape, _vision_lattice),
     positions=FromArgument("position_embeddings", _append_positions, _appended),
-    meets=_met,
+    meets=rotation_function,
     rotation=BuiltInRotation(_rotations, remove=lambda tower, layers: []),
     position_tables=_POSITION_TABLES,
     attach=_saving,
@@ -523,7 +619,7 @@ FAMILIES = (
     replace(
         _VISION,
         layers=partial(_layers_with_rope, "text"),
-        shape=partial(shape_of, _text_lattice),
+        shape=partial(_shape, _text_lattice),
         of_text=True,
         grown=max,  # the three positions of a text token are equal
     ),

@@ -39,30 +39,10 @@ def load_published(path: str | os.PathLike[str], **options: Any) -> nn.Module:
               default 3 with frames, else 2; `activation`: "quick_gelu" or "gelu"; and `positions`: whether the
               "spacing" or, as in its code, the "range" of positions is constant across input sizes.
 
-    Returns:
-        A `ViT` or a `Swin` in float32 on the CPU.
-
     Raises:
         FileNotFoundError: no such file.
         ValueError: an unsafe or damaged file; an unknown family or option; a tensor that is missing, unused or of a
             wrong shape. The message is one line and names the tensor.
-
-    Warns:
-        UserWarning: the file fits two models; the warning names the option that selects one.
-
-    Example:
-        >>> import tempfile, torch, torchrope
-        >>> names = {"patch_embed.proj.weight": (64, 3, 8, 8), "patch_embed.proj.bias": (64,), "cls_token": (1, 1, 64)}
-        >>> names |= {"pos_embed": (1, 17, 64), "norm.weight": (64,), "norm.bias": (64,)}
-        >>> layer = {"norm1": (64,), "attn.qkv": (192, 64), "attn.proj": (64, 64)}
-        >>> layer |= {"norm2": (64,), "mlp.fc1": (256, 64), "mlp.fc2": (64, 256)}
-        >>> for name, shape in layer.items():
-        ...     names |= {f"blocks.0.{name}.weight": shape, f"blocks.0.{name}.bias": shape[:1]}
-        >>> with tempfile.NamedTemporaryFile(suffix=".pth") as file:
-        ...     torch.save({"model": {name: torch.randn(shape) for name, shape in names.items()}}, file.name)
-        ...     model = torchrope.load_published(file.name)
-        >>> model(torch.randn(1, 3, 32, 48)).shape
-        torch.Size([1, 64])
 
     References:
         Heo et al., github.com/naver-ai/rope-vit; Ostmeier et al., github.com/StanfordMIMI/LieRE; Yu et al.,

@@ -71,11 +71,7 @@ def convert(
 
 
 def checkpoint(state: Mapping[str, Tensor]) -> Checkpoint:
-    """Return the tensors of a Swin, without buffers.
-
-    Microsoft's code merges patches at the end of a stage, timm's at the beginning of the next, as `Swin` does; its
-    classifier is `head`, timm's is `head.fc`.
-    """
+    """Return the tensors of a Swin; Microsoft's merges patches at the end of a stage, timm's at the next start."""
     behind = any(name.startswith("layers.0.downsample.") for name in state)
     merging = [
         Row(f"layers.{stage - behind}.downsample.{theirs}.{{}}", f"stages.{stage}.merge.{ours}.{{}}")
