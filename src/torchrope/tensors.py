@@ -94,11 +94,11 @@ class Value:
         cls._fields = (*cls._fields, *(name for name in get_annotations(cls) if name not in cls._fields))
 
     def __init__(self, **values: Any) -> None:
-        for name in values:
+        for name, value in values.items():
             if name not in self._fields:
                 raise TypeError(f"{type(self).__name__} has {', '.join(self._fields)}, got {name}")
-        for name in self._fields:
-            object.__setattr__(self, name, values[name] if name in values else getattr(type(self), name))
+            object.__setattr__(self, name, value)
+        self._values()  # raises if one without a default is missing
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{type(self).__name__} is immutable, got a new {name}")

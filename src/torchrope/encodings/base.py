@@ -324,7 +324,7 @@ class Encoding(Float32Module, ABC):
             raise ValueError(f"positions must be real numbers, got {positions.dtype}")
         require_finite("positions", positions)
         require_unrounded(positions)
-        return wide_positions(positions)
+        return positions if positions.dtype == torch.float32 else wide_positions(positions)
 
     def _as_exact(self, frequencies: Tensor, positions: Tensor) -> Tensor:
         """Return frequencies or generators; warn once of less precision than float32, raise on another device."""
