@@ -1,7 +1,7 @@
 """Inference: `absorb` folds bases into projections, `freeze` precomputes rotations, `rerotate` moves cached keys."""
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from torchrope.attention import Attention
-from torchrope.encodings import AbsoluteEncoding, Encoding, MixedRoPE, parse_encoding
+from torchrope.encodings import AbsoluteEncoding, Encoding, MixedRoPE
 from torchrope.encodings.base import Positions
-from torchrope.encodings.names import given_arguments
+from torchrope.encodings.names import built_as
 from torchrope.encodings.planes import planes
 from torchrope.models import Swin, ViT
+from torchrope.models.layers import builders
 from torchrope.ops.backends import takes_kernels
 from torchrope.ops.layouts import heads_first
 from torchrope.ops.shapes import shown
@@ -50,6 +51,7 @@ def freeze(model: nn.Module, input_size: Sequence[int] | Tensor | tuple[Tensor, 
         >>> torch.allclose(frozen(x), model.eval()(x), atol=1e-5)
         True
     """
+    require_unfrozen("freeze", model)
     frozen = copy.deepcopy(model).eval()
     examples: tuple[Any, ...]
     if isinstance(frozen, ViT | Swin):
@@ -63,7 +65,6 @@ def freeze(model: nn.Module, input_size: Sequence[int] | Tensor | tuple[Tensor, 
         examples = input_size
     elif isinstance(input_size, Tensor):
         examples = (input_size,)
-        frozen.frozen_input = tuple(input_size.shape)  # type: ignore[assignment]  # for `save`
     else:
         rule = f"{type(model).__name__} needs an example of its input, or a tuple of examples, to be frozen"
         received = shown(input_size)
@@ -99,18 +100,10 @@ def absorb(model: ViT) -> ViT:
     References:
         ComRoPE, sections on axial partition and linear dependence: conditions under which generators commute.
         Su et al., RoFormer, section 3.2.2, where the rotation is multiplied with W_q and W_k.
-
-    Example:
-        >>> model = ViT((8, 8), patch_size=2, in_channels=1, num_outputs=3, dim=16, depth=1, num_heads=2,
-        ...             encoding="comrope-ld:4").eval()
-        >>> absorb(model).encodings[0]
-        MixedRoPE(num_axes=2, num_heads=2, head_dim=8, block_size=2)
-        >>> x = torch.randn(5, 1, 8, 8)
-        >>> torch.allclose(absorb(model)(x), model(x), atol=1e-5)
-        True
     """
     if not isinstance(model, ViT):
         raise ValueError(f"absorb needs a ViT, got {type(model).__name__}")
+    require_unfrozen("absorb", model)
     plain = copy.deepcopy(model)
     split = {encoding: _as_mixed(encoding) for encoding in plain.encodings}
     folded: dict[nn.Parameter, nn.Module] = {}  # a projection that layers share takes one basis
@@ -127,10 +120,7 @@ def absorb(model: ViT) -> ViT:
                 rule = "absorb needs layers that share a projection to share the encoding"
                 raise ValueError(f"{rule}, got layer {index}")
     plain.encodings = nn.ModuleList(split[encoding][0] for encoding in plain.encodings)
-    name = plain.arguments["encoding"]
-    if isinstance(name, str):
-        others = [part for part in name.split("+") if any((parse_encoding(part).absolute, parse_encoding(part).bias))]
-        plain.arguments |= {"encoding": "+".join([*others, "mixed"]), "positions": plain.position_map}
+    plain.arguments |= {"positions": plain.position_map, **builders(plain)}
     return plain
 
 
@@ -186,85 +176,86 @@ def rerotate(
 
 
 class Frozen(Float32Module):
-    """An encoding at fixed positions: a precomputed rotation.
+    """An encoding, built by `build`, at fixed positions `frozen_at`: the fields of its precomputed rotation.
 
-    Args:
-        positions: `(*batch, tokens, axes)`.
-        rotation: The encoding's rotation of these positions.
-        encoding: The encoding, whose class and arguments are kept.
-
-    Attributes:
-        build: Builds an encoding like it.
+    Tables of a `Block` are transposed, as kernels read them; `plain_table` is that of a `Commuting` without kernels.
     """
 
-    positions: Tensor
+    frozen_at: Tensor
+    plain_table: Tensor
     table: Tensor
 
-    def __init__(self, positions: Tensor, rotation: Rotation, encoding: Encoding) -> None:
+    def __init__(
+        self,
+        build: partial[Encoding],
+        kind: type[Rotation],
+        settings: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+    ) -> None:
         super().__init__()
-        self.build = partial(type(encoding), **given_arguments(encoding))
-        self.head_dim = rotation.head_dim
-        self.num_heads = rotation.heads
-        constant = rotation.detach().tabulated()
-        self._kind = type(constant)
-        values = {name: value for name, value in constant._values().items() if name != "_tangent"}
-        tensors: dict[str, Any] = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        self._tensors = list(tensors)
-        self._settings = {name: value for name, value in values.items() if name not in tensors}
-        if isinstance(constant, Commuting):  # without kernels
-            tensors["table"] = constant.for_export().tabulated()._table
-        elif isinstance(constant, Block):  # matrices column by column, as kernels read them
-            tensors["table"] = constant.table.mT
-        for name, tensor in {"positions": positions.to(wide_dtype(positions)), **tensors}.items():
-            self.register_buffer(name.removeprefix("_"), tensor.detach().clone(memory_format=torch.contiguous_format))
+        self.build = build
+        self.kind = kind
+        self.settings = dict(settings)
+        self.head_dim, self.num_heads = self.settings["head_dim"], self.settings["num_heads"]
+        self._fields = [name for name in tensors if name not in ("frozen_at", "plain_table")]
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
 
     def forward(self, positions: Positions) -> Rotation:
-        """Return the precomputed rotation.
+        """Return the rotation; ValueError for other positions, on a GPU or in a graph for another number only."""
+        self._check(positions if isinstance(positions, Tensor) else as_numbers(positions).to(self.frozen_at.device))
+        return self.rotation()
 
-        Args:
-            positions: The positions that it was frozen at.
-
-        Raises:
-            ValueError: other positions. On a GPU or in a compiled graph only their shape is compared.
-        """
-        self._check(positions if isinstance(positions, Tensor) else as_numbers(positions).to(self.positions.device))
-        tensors = {name: getattr(self, name.removeprefix("_")) for name in self._tensors}
-        if self._kind is Block:
+    def rotation(self) -> Rotation:
+        """Return the precomputed rotation, without a check of positions."""
+        tensors = {name: getattr(self, name) for name in self._fields}
+        if self.kind is Block:
             tensors["table"] = self.table.mT
-        rotation = self._kind(**tensors, **self._settings)
+        rotation = self.kind(**tensors, **self.settings)
         if isinstance(rotation, Commuting):
             of_kernel = rotation.positions, rotation.factors, rotation.base
             fused = not _is_exporting() and takes_kernels("rotate_basis", *of_kernel)
-            return rotation if fused else rotation.for_export()._with(_table=self.table)
+            return rotation if fused else rotation.for_export()._with(_table=self.plain_table)
         return rotation.for_export() if _is_exporting() else rotation
 
     def extra_repr(self) -> str:
         """Return the frozen shape to show in `repr`."""
-        return f"positions={tuple(self.positions.shape)}, num_heads={self.num_heads}, head_dim={self.head_dim}"
+        return f"positions={tuple(self.frozen_at.shape)}, num_heads={self.num_heads}, head_dim={self.head_dim}"
 
     def _check(self, positions: Tensor) -> None:
-        if positions.shape != self.positions.shape:
-            frozen, received = tuple(self.positions.shape), tuple(positions.shape)
+        if positions.shape != self.frozen_at.shape:
+            frozen, received = tuple(self.frozen_at.shape), tuple(positions.shape)
             raise ValueError(f"positions must be the frozen ones of shape {frozen}, got shape {received}")
-        if torch.compiler.is_compiling() or positions.device.type != "cpu" or self.positions.device.type != "cpu":
+        if torch.compiler.is_compiling() or positions.device.type != "cpu" or self.frozen_at.device.type != "cpu":
             return
-        if not torch.equal(positions.to(self.positions.dtype), self.positions):
+        if not torch.equal(positions.to(self.frozen_at.dtype), self.frozen_at):
             raise ValueError(f"positions must be the frozen ones, got others of shape {tuple(positions.shape)}")
 
 
-class FrozenAbsolute(Float32Module):
-    """An absolute encoding at fixed lattice sizes: precomputed vectors.
+def _frozen(encoding: Encoding, positions: Tensor, rotation: Rotation) -> Frozen:
+    """Return the constant that replaces an encoding, from its rotation of these positions."""
+    constant = rotation.detach().tabulated()
+    values = {name: value for name, value in constant._values().items() if name != "_tangent"}
+    tensors: dict[str, Any] = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    settings = {name: value for name, value in values.items() if name not in tensors} | {"num_heads": rotation.heads}
+    if isinstance(constant, Commuting):
+        tensors["plain_table"] = constant.for_export().tabulated()._table
+    elif isinstance(constant, Block):
+        tensors["table"] = constant.table.mT
+    tensors["frozen_at"] = positions.to(wide_dtype(positions))
+    copies = {name: one.detach().clone(memory_format=torch.contiguous_format) for name, one in tensors.items()}
+    return Frozen(built_as(encoding), type(constant), settings, copies)
 
-    Args:
-        sizes: Tokens along each axis.
-        vectors: The encoding's vectors for these sizes, `(tokens, dim)`.
-    """
+
+class FrozenAbsolute(Float32Module):
+    """An absolute encoding at fixed lattice sizes: its precomputed vectors `(tokens, dim)`."""
 
     table: Tensor
     _anchor: Tensor
 
-    def __init__(self, sizes: Sequence[int], vectors: Tensor) -> None:
+    def __init__(self, build: partial[AbsoluteEncoding], sizes: Sequence[int], vectors: Tensor) -> None:
         super().__init__()
+        self.build = build
         self.sizes = tuple(sizes)
         self.register_buffer("table", vectors.detach().to(wide_dtype(vectors)).clone())
         # Empty buffer that follows the model's dtype, also into a file.
@@ -281,6 +272,12 @@ class FrozenAbsolute(Float32Module):
         return f"sizes={self.sizes}, dim={self.table.shape[-1]}"
 
 
+def require_unfrozen(name: str, model: nn.Module) -> None:
+    """Raise ValueError if a function, by its name, is called with a model that `freeze` returned."""
+    if any(isinstance(part, Frozen | FrozenAbsolute) for part in model.modules()):
+        raise ValueError(f"{name} needs a model that is not frozen, got a frozen {type(model).__name__}")
+
+
 def _is_exporting() -> bool:
     return getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)()  # added in torch 2.7
 
@@ -291,19 +288,21 @@ def _record_constants(model: nn.Module, examples: Sequence[Tensor]) -> dict[nn.M
 
     def record(encoding: Encoding | AbsoluteEncoding, args: tuple, kwargs: dict, output: Any) -> None:
         if isinstance(encoding, AbsoluteEncoding):
-            constant = constants.setdefault(encoding, FrozenAbsolute(args, output))
+            constant = constants.setdefault(encoding, FrozenAbsolute(built_as(encoding), args, output))
             same = constant.sizes == args
         else:
             positions = encoding.check_positions(args[0] if args else kwargs["positions"])
             if encoding not in constants:
-                constants[encoding] = Frozen(positions, _in_planes(encoding, output, positions), encoding)
+                constants[encoding] = _frozen(encoding, positions, _in_planes(encoding, output, positions))
                 return
-            before = constants[encoding].positions
+            before = constants[encoding].frozen_at
             same = before.shape == positions.shape and (positions.is_meta or before.equal(positions))
         if not same:
             raise ValueError(f"an encoding can be frozen at one set of positions, got another for {encoding}")
 
-    encodings = [module for module in model.modules() if isinstance(module, Encoding | AbsoluteEncoding)]
+    found = [module for module in model.modules() if isinstance(module, Encoding | AbsoluteEncoding)]
+    within = {part for module in found for part in module.modules() if part is not module}  # as of `Periodic`
+    encodings = [module for module in found if module not in within]
     hooks = [module.register_forward_hook(record, with_kwargs=True) for module in encodings]
     try:
         with torch.no_grad():
@@ -339,11 +338,8 @@ def _replace(model: nn.Module, constants: dict[nn.Module, Any]) -> nn.Module:
     return constants.get(model, model)
 
 
-def _as_mixed(encoding: nn.Module) -> tuple[nn.Module, Tensor | None]:
+def _as_mixed(encoding: Any) -> tuple[nn.Module, Tensor | None]:
     """Return an encoding as RoPE-Mixed and its basis `(heads or 1, rotary_dim, rotary_dim)`, None for the identity."""
-    if not isinstance(encoding, Encoding):
-        rule = "absorb must be called before freeze, since it needs generators"
-        raise ValueError(f"{rule}, got {type(encoding).__name__}")
     if not encoding.relative:
         raise ValueError(f"absorb needs generators that commute, got {encoding}")
     if isinstance(encoding, MixedRoPE):

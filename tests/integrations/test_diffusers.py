@@ -209,7 +209,7 @@ def test_saved_and_loaded_into_a_model_built_the_same_way(name: str, tmp_path: P
     with pytest.raises(ValueError, match=r"^a swapped model must be saved by torchrope.save .*, got save_pretrained"):
         model.save_pretrained(tmp_path / "folder")
     tr.unswap(model).save_pretrained(tmp_path / "folder")
-    with pytest.raises(ValueError, match=r"^save supports ViT, Swin, Features and swapped models, got "):
+    with pytest.raises(ValueError, match=r"^save supports ViT, Swin, Transformer, Features and swapped models, got "):
         tr.save(model, tmp_path / "plain.safetensors")
 
 

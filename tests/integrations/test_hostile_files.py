@@ -211,13 +211,15 @@ def test_load_refuses_arguments_that_reach_out(cases: dict[str, Case], tmp_path:
     case = cases["torchrope"]
     for name, value in _reaching("http://127.0.0.1:9", str(tmp_path)).items():
         header = case.changed((*ARGUMENTS, name), value)
-        _refused(case.write(tmp_path / "case", header), rf"that a file may set, got '{name[:8]}")
+        told = "activation .* must be" if name == "activation" else f"that a file may set, got '{name[:8]}"
+        _refused(case.write(tmp_path / "case", header), told)
 
 
 # --------------------------------------------------------------------------------------------- sizes and their limits
 
 SWAP = ("swap", "")
 ENCODING = (*SWAP, "encodings", 0, "arguments")
+OF_VIT = ("recipe", "encodings", 0, "arguments")
 TOO_LARGE: list[tuple[str, Place, Any, str]] = [
     ("timm", (*ENCODING, "head_dim"), 10**9, "head_dim .* must be 16, got 1000000000"),
     ("timm", (*ENCODING, "num_axes"), 10**9, "num_axes .* must be 2, got"),
@@ -226,15 +228,13 @@ TOO_LARGE: list[tuple[str, Place, Any, str]] = [
     ("timm", (*ENCODING, "rotary_dim"), 60_000, "rotary_dim must be between 0 and head_dim = 16"),
     ("torchrope", (*ARGUMENTS, "depth"), 10**9, r"depth .* from 0 to 64, for 3\d tensors in the file, got 1000000000"),
     ("torchrope", (*ARGUMENTS, "dim"), 10**9, r"dim .* from -65536 to 65536, for tensors of up to 1000 in the file"),
-    ("torchrope", (*ARGUMENTS, "dim"), 2**16, "of"),
     ("torchrope", (*ARGUMENTS, "input_size"), [10**9, 16], "16,777,216"),
-    ("torchrope", (*ARGUMENTS, "input_size"), [2**24, 2**24], "numbers in parameters"),
-    ("torchrope", (*ARGUMENTS, "input_size"), [16] * 9, "up to 8"),
-    ("torchrope", (*ARGUMENTS, "encoding"), "liere:99999999999", "divisible"),
+    ("torchrope", (*ARGUMENTS, "input_size"), [2**24, 2**24], "sizes of the arguments of LearnedAPE must be"),
+    ("torchrope", (*OF_VIT, "block_size"), 10**9, "block_size .* 65536"),
+    ("torchrope", ("recipe", "absolute", "arguments", "sizes"), [2**12, 2**12], r"sizes .* must be \[4, 4\], got"),
     ("torchrope", (*ARGUMENTS, "num_registers"), 2**16, "prefix_tokens of"),
     ("own-swin", (*ARGUMENTS, "depths"), [64, 10**9], "depths .* add up to 67"),
     ("own-swin", (*ARGUMENTS, "window_size"), [2**24, 2**24], "."),
-    ("own-swin", (*ARGUMENTS, "dim"), 10**9, "65536"),
 ]
 
 
@@ -321,23 +321,16 @@ MALFORMED: list[tuple[str, Callable[[Header], None], str]] = [
     ("timm", _with(1, "more"), "got 'more'"),
     ("timm", _with(2, "format"), "of format 1, got format 2"),
     ("timm", _with(True, "format"), "of format 1, got format True"),
-    ("timm", _with(1.0, "format"), "of format 1, got format 1.0"),
     ("timm", _with([], "torchrope"), r"torchrope of its settings must be text .*, got \[\]"),
     ("timm", _with("two\nlines", "model"), r"model of its settings must be the name of a class, got 'two\\nlines'"),
-    ("timm", _with(["timm"], "model"), "model of its settings must be the name of a class"),
-    ("timm", _with(5, "swap"), "its swap must map up to 64 names of submodules to swaps, got 5"),
-    ("timm", _with("swap", "swap"), "its swap must map up to 64 names of submodules to swaps, got 'swap'"),
     ("timm", _with(5, *SWAP), "its swap must be settings by name, got 5"),
-    ("timm", _with("swap", *SWAP), "its swap must be settings by name, got 'swap'"),
     ("timm", _without(*SWAP, "keep_position_tables"), "got no keep_position_tables"),
     ("timm", _with(1, *SWAP, "keep_position_tables"), "keep_position_tables of its swap must be true or false, got 1"),
     ("timm", _with(7, *SWAP, "encodings"), "encodings of its swap must be a list"),
-    ("timm", _with({}, *SWAP, "encodings"), "encodings of its swap must be a list"),
     ("timm", _with(["LieRE"], *SWAP, "encodings"), "must be settings by name, got 'LieRE'"),
     ("timm", _with([], *SWAP, "lattices"), "one for each encoding, got 0 for 2"),
     ("timm", _with([1, 1], *SWAP, "lattices"), "must be settings by name, got 1"),
     ("timm", _with([1.0] * 3, *SWAP, "lattices", 0, "origin"), "one number or 2"),
-    ("timm", _with("1", *SWAP, "lattices", 0, "spacing"), "spacing .* must be a number"),
     ("timm", _with("NoSuchClass", *SWAP, "encodings", 0, "class"), "classes=.*, got a model with NoSuchClass"),
     (
         "timm",
@@ -345,38 +338,37 @@ MALFORMED: list[tuple[str, Callable[[Header], None], str]] = [
         "arguments of Encoding must be among those that a file may set",
     ),
     ("timm", _with("LearnedAPE", *SWAP, "encodings", 0, "class"), "classes="),
-    ("timm", _with("os.system", *SWAP, "encodings", 0, "class"), "class .* must be a name"),
     ("timm", _with([], *ENCODING), "arguments .* must be settings by name"),
     ("timm", _with("zeros", *ENCODING, "init_scale"), "init_scale .* must be a number"),
-    ("timm", _with(1, *ENCODING, "more"), "that a file may set, got 'more'"),
     ("timm", _with(0.5, *ENCODING, "zero_fraction"), "that a file may set, got 'zero_fraction'"),
-    ("timm", _with({"cell": "x"}, *ENCODING, "lattice"), "lattice .* must be settings of a Lattice"),
-    ("timm", _with({"unit": 1e308, "more": 1}, *ENCODING, "lattice"), "lattice .* must be settings of a Lattice"),
     ("timm", _with({"train_sizes": [2]}, *ENCODING, "lattice"), "LieRE rejects its settings: train_sizes needs per"),
     ("timm", _with("[0, 1)", *ENCODING, "lattice"), "lattice .* must be settings of a Lattice"),
     ("timm", _with(7, *ENCODING, "block_size"), "LieRE rejects its settings: head_dim must be div"),
-    ("timm", _with("other", *ENCODING, "distribution"), "distribution .* must be 'uniform' or 'normal', got 'other'"),
+    (
+        "eva",
+        _with([[0] * 16] * 2, *SWAP, "channels"),
+        "channels of its swap must be each of the 16 of a head once, got",
+    ),
+    ("eva", _with([[-1]] * 2, *SWAP, "channels"), "channels of its swap must be a list of up to"),
+    ("eva", _with([], *SWAP, "channels"), "channels of its swap must be one for each encoding, got 0 for 2"),
     ("torchrope", _with([], "recipe"), r"its recipe must be settings by name, got \[\]"),
     ("torchrope", _with(None, "recipe"), "its swap must map up to 64 names of submodules to swaps, got None"),
     ("torchrope", _without("recipe", "class"), "got no class"),
-    ("torchrope", _without("recipe", "arguments"), "got no arguments"),
     ("torchrope", _with([1], *ARGUMENTS), "arguments of its recipe must be settings by name"),
     ("torchrope", _with("os.system", "recipe", "class"), "class of its recipe must be 'ViT' or 'Swin'"),
     ("torchrope", _with(1, *ARGUMENTS, "no_such_argument"), "that a file may set, got 'no_such_argument'"),
     ("torchrope", _with(True, *ARGUMENTS, "dim"), "dim .* must be a whole number"),
     ("torchrope", _with(2.0, *ARGUMENTS, "depth"), "depth .* must be a whole number"),
-    ("torchrope", _with("2", *ARGUMENTS, "depth"), "depth .* must be a whole number"),
-    ("torchrope", _with(-1, *ARGUMENTS, "depth"), "depth .* must be a whole number"),
     ("torchrope", _with(0, *ARGUMENTS, "patch_size"), "patch_size .* from 1"),
-    ("torchrope", _with({"a": 1}, *ARGUMENTS, "qkv_bias"), "qkv_bias .* must be true or false"),
     ("torchrope", _with("Features", "recipe", "class"), "class of its recipe must be 'ViT' or 'Swin'"),
-    ("torchrope", _with("gelu", *ARGUMENTS, "activation"), "that a file may set, got 'activation'"),
+    ("torchrope", _with("Linear", *ARGUMENTS, "activation"), "activation .* must be 'quick_gelu' or 'gelu' or 'relu'"),
     ("torchrope", _without(*ARGUMENTS, "patch_size"), "torchrope rejects its settings: TypeError: .*patch_size"),
-    ("torchrope", _with("no such encoding", *ARGUMENTS, "encoding"), "an encoding must be one of none, axial"),
-    ("torchrope", _with("../liere", *ARGUMENTS, "encoding"), "must be the name of an encoding"),
+    ("torchrope", _with("liere", *ARGUMENTS, "encoding"), "that a file may set, got 'encoding'"),
+    ("torchrope", _with("LearnedAPE", "recipe", "encodings", 0, "class"), "classes=.*, got a model with LearnedAPE"),
+    ("torchrope", _with("LieRE", "recipe", "absolute", "class"), "classes=.*, got a model with LieRE"),
+    ("torchrope", _with([], "recipe", "encodings"), "torchrope rejects its settings: IndexError"),
     ("torchrope", _with(3, *ARGUMENTS, "num_heads"), "dim must be divisible by num_heads = 3"),
     ("torchrope", _with({}, "swap"), "swap of its settings must be null, got {}"),
-    ("own-swin", _with([1], *ARGUMENTS, "num_heads"), "one of each per stage"),
     ("own-swin", _with([[2], 2], *ARGUMENTS, "depths"), "depths .* must be a list"),
 ]
 
@@ -397,11 +389,7 @@ TENSORS: list[tuple[dict[str, Any], str]] = [
     ({"norm.bias": None, "norm.weight": None, "head.bias": None, "head.weight": None}, "; and 1 more$"),
     ({"more": torch.ones(2)}, "got more, which is not in the model$"),
     ({"norm.bias": torch.ones(31)}, r"got norm.bias of \(31,\) instead of \(32,\)$"),
-    ({"norm.bias": torch.ones(32, 1)}, r"got norm.bias of \(32, 1\) instead of \(32,\)$"),
-    ({"norm.bias": torch.ones(0)}, r"got norm.bias of \(0,\) instead of \(32,\)$"),
     ({"norm.bias": torch.ones(32, dtype=torch.int64)}, "got norm.bias of torch.int64 instead of torch.float32$"),
-    ({"norm.bias": torch.ones(32, dtype=torch.bool)}, "norm.bias of torch.bool instead of"),
-    ({"norm.bias": torch.ones(32, dtype=torch.uint8)}, "norm.bias of torch.uint8 instead of"),
     ({"norm.bias": torch.ones(32, dtype=torch.complex64)}, "norm.bias of C64 instead of torch.float32$"),
     ({"norm.bias": torch.ones(32).to(torch.float8_e4m3fn)}, "norm.bias of F8_E4M3 instead of torch.float32$"),
     ({"rotary.table0": torch.ones(1, 17, 31)}, r"rotary.table0 of \(1, 17, 31\) instead of \(1, 17, 32\)$"),

@@ -118,8 +118,10 @@ def test_another_class_is_refused(tmp_path: Path) -> None:
 
 
 def test_failed_save_leaves_no_weights(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="settings that JSON can represent"):
-        vit(encoding=tr.MixedRoPE).save_pretrained(tmp_path)
+    model = vit()
+    model.norm.eps = 1.0
+    with pytest.raises(ValueError, match="not modified since it was built, got norm: LayerNorm"):
+        model.save_pretrained(tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))
 
 
@@ -134,14 +136,6 @@ def test_configuration_that_was_tampered_with_has_no_say(config: dict, tmp_path:
             tr.ViT.from_pretrained(tmp_path)
     else:
         assert torch.equal(tr.ViT.from_pretrained(tmp_path)(x), model(x))
-
-
-def test_damaged_file_is_refused_in_one_line(tmp_path: Path) -> None:
-    vit().save_pretrained(tmp_path)
-    file = tmp_path / "torchrope.safetensors"
-    file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(ValueError, match=r"load needs a file that torchrope\.save wrote"):
-        tr.ViT.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(

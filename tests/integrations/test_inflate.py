@@ -204,18 +204,6 @@ def test_copy_can_be_saved(encoding: str, tmp_path: Path) -> None:
     assert torch.equal(again(volume), model(volume))
 
 
-@pytest.mark.parametrize("name", ["axial", "golden", "nd", "dinov3", "visionllama", "comrope-liere:4"])
-def test_copy_with_a_named_encoding_can_be_saved(name: str, tmp_path: Path) -> None:
-    given = {"encoding": None if name == "comrope-liere:4" else name}
-    source = ours(f"learned+{name}" if given["encoding"] is None else "learned", dim=48)
-    model = tr.inflate(source, patch_size=2, size=4, **given)
-    assert model.arguments["encoding"] == f"learned+{name}"
-    tr.save(model, tmp_path)
-    again: Any = tr.load(tmp_path)
-    volume = torch.randn(1, 3, 4, 16, 8)
-    assert torch.equal(again(volume), model(volume))
-
-
 def test_dtype_mode_and_what_learns_are_kept() -> None:
     source = ours("learned+liere:4").train().to(torch.float64)
     source.absolute.requires_grad_(False)
@@ -267,11 +255,11 @@ def test_models_of_transformers(name: str) -> None:
 @pytest.mark.parametrize(
     "settings", [{}, {"keep_position_tables": False, "init": "paper"}, {"spacing": 0.5, "origin": 1.0}]
 )
-@pytest.mark.parametrize("name", ["vit", "rope_axial", "vit-classes", "dinov2-registers"])
+@pytest.mark.parametrize("name", ["vit", "rope_axial", "rope_mixed_ape", "vit-classes", "dinov2-registers"])
 def test_swapped_models(name: str, settings: dict) -> None:
     torch.manual_seed(0)
     source = shaken(OF_TRANSFORMERS[name]()) if name in OF_TRANSFORMERS else made(name).eval()
-    if name == "rope_axial" and settings:  # which goes on from its own rotation by default
+    if name.startswith("rope") and settings:  # which goes on from its own rotation by default
         with pytest.warns(UserWarning, match="outputs change"):
             tr.swap(source, "liere:4", **{"init": "zeros", **settings})
     else:
@@ -312,6 +300,10 @@ def test_family_for_a_model_without_rotation_is_one_per_layer(source: Any, tmp_p
     assert len(tr.inflate(ours("axial", share_layers=True), encoding="mixed").encodings) == 1
 
 
+def frozen_swapped() -> nn.Module:
+    return tr.freeze(tr.swap(made("vit"), "mixed"), torch.randn(1, 3, 64, 64))
+
+
 def clip() -> Any:
     config = CLIPVisionConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=32, patch_size=16
@@ -335,7 +327,11 @@ def clip() -> Any:
         (partial(made, "dinov3"), "got Eva"),
         (partial(made, "vit", act_layer="relu"), "equivalent to a ViT with exact GELU, got .* that differ by"),
         (partial(made, "vit", global_pool=""), r"features are those of its class token, got \(1, 17, 32\)"),
-        (lambda: tr.freeze(ours("mixed"), (16, 8)), "before freeze, since it needs generators, got Frozen$"),
+        (lambda: tr.freeze(ours("mixed"), (16, 8)), "^inflate needs a model that is not frozen, got a frozen ViT$"),
+        (frozen_swapped, "^inflate needs a model that is not frozen, got a frozen VisionTransformer$"),
+        (lambda: ours("learned+alibi"), "and biases of RelativePositionBias, got ALiBi$"),
+        (lambda: ours("fire"), "and biases of RelativePositionBias, got FIRE$"),
+        (lambda: ours("mixed", bias=tr.encodings.LookHere), "and biases of RelativePositionBias, got LookHere$"),
         (lambda: tr.inflate(ours("mixed")), "axes must be greater than the model's 3, got 3"),
         (lambda: tr.swap(made("rope_axial"), "mixed", keep_rotation=True), "keep_rotation=True"),
     ],
@@ -365,22 +361,3 @@ def test_unsupported_input_raises_one_line(model: Any, message: str) -> None:
 def test_bad_arguments_get_one_line(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tr.inflate(ours("liere:4"), **arguments)
-
-
-@pytest.mark.parametrize(
-    "name", ["vit_small_patch16_rope_224.naver_in1k", "vit_small_patch16_rope_mixed_224.naver_in1k"]
-)
-def test_model_that_continues_its_rotation(name: str) -> None:
-    timm = pytest.importorskip("timm")
-    torch.manual_seed(0)
-    model = timm.create_model(name, depth=2, embed_dim=48, num_heads=2, img_size=64, num_classes=5).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.3)
-    image = torch.rand(1, 3, 64, 64)
-    expected = model.forward_features(image)[:, 0]
-    swapped = tr.swap(model, "mixed", init="model")
-    volume = tr.inflate(swapped)
-    assert isinstance(volume, tr.ViT)
-    error = (volume.features(image.unsqueeze(2)) - expected).norm() / expected.norm()
-    assert error < 1e-4

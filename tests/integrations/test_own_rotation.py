@@ -1,7 +1,6 @@
 """Models of timm that rotate: the same outputs after a swap, gradients to their frequencies, and the way back."""
 
 import copy
-import json
 import warnings
 from functools import partial
 from pathlib import Path
@@ -10,8 +9,6 @@ from typing import Any
 import pytest
 import timm
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from swapped import NAFLEX_ROPE, ROTATING, SMALL, drawn, images, strong, tower
 from timm.layers.pos_embed_sincos import apply_rot_embed_cat, build_rotary_pos_embed
 from timm.models.naflexvit import batch_patchify
@@ -196,32 +193,6 @@ def test_save_and_load_keep_positions_and_pairs(name: str, encoding: str, tmp_pa
     assert tower(again).rotary.channels == tower(model).rotary.channels
     assert torch.equal(again(x), model(x))
     assert torch.equal(tr.unswap(again)(x), expected)
-
-
-def edited(path: Path, **changes: Any) -> Path:
-    """A saved file whose description of the swap says something else."""
-    with safe_open(path, framework="pt") as opened:
-        head = json.loads(opened.metadata()["torchrope"])
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    head["swap"][""].update(changes)
-    save_file(tensors, path.with_name("edited"), metadata={"torchrope": json.dumps(head)})
-    return path.with_name("edited")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"channels": [[0] * 16]}, "channels of its swap must be each of the 16 of a head once, got"),
-        ({"channels": [[-1]]}, "channels of its swap must be a list of up to"),
-        ({"channels": []}, "channels of its swap must be one for each encoding, got 0 for 1"),
-        ({"lattices": [{"per": "pixel"}]}, "per of each of the lattices of its swap must be 'one' or 'size'"),
-        ({"lattices": [{"stretch": "wide"}]}, "stretch of each .* must be a number, got 'wide'"),
-    ],
-)
-def test_files_that_describe_no_rotation(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    tr.save(tr.swap(strong("rope_axial", depth=1), "mixed"), tmp_path / "model")
-    with pytest.raises(ValueError, match=message):
-        tr.load(edited(tmp_path / "model", **changes), into=strong("rope_axial", depth=1))
 
 
 def test_positions_move_in_training_as_the_model_moves_them() -> None:

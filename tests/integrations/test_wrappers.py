@@ -248,6 +248,29 @@ def test_encodings_trained_by_peft(family: Family) -> None:
     assert error(family.call(tuned, inputs[0]), before) > 1e-6
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", FIRST)
+def test_encodings_that_peft_wraps_are_extended_and_saved_once_merged(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    family = FAMILIES[name]
+    model, inputs = swapped(family)
+    tuned = lora(model, modules_to_save=["rotary"])
+    trained = [p for key, p in tuned.named_parameters() if "modules_to_save" in key and ".encodings." in key]
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.mul_(1.5)
+    for call in (partial(tr.extend, factor=1), partial(tr.save, path=tmp_path / "m"), tr.unswap):
+        with pytest.raises(ValueError, match=r"must not be wrapped; model\.merge_and_unload\(\) ends peft") as caught:
+            call(tuned)
+        assert "\n" not in str(caught.value)
+    whole = tuned.merge_and_unload()
+    assert all(map(torch.equal, rotary_of(whole).encodings.parameters(), trained))
+    expected = family.call(whole, inputs[0])
+    assert error(family.call(tr.extend(whole, 1), inputs[0]), expected) < 1e-4
+    tr.save(whole, tmp_path / "m")
+    assert error(family.call(tr.load(tmp_path / "m", into=family.build()), inputs[0]), expected) < 1e-4
+
+
 ITSELF = {("transformers dinov3_vit", "fsdp2"): "_chunk_cat expects non-empty tensor"}
 """What models do not do before a swap either: DINOv3 has a parameter without elements."""
 

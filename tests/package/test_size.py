@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 CODE = {".py", ".c", ".h", ".js", ".css", ".html", ".yaml", ".svg"}
 
 LINES = {
-    "src/torchrope": 22002,
+    "src/torchrope": 21997,
     "src/torchrope/ops": 6713,
     "src/torchrope/integrations": 6122,
     "lab/src": 27506,
@@ -23,7 +23,7 @@ LINES = {
     "benchmarks": 4500,
     "examples": 1000,
 }
-WORDS = 28503
+WORDS = 28502
 NAMES = 47
 
 

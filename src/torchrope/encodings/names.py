@@ -185,9 +185,13 @@ def arguments_of(cls: type) -> list[str]:
     return [*annotations_of(cls)]
 
 
-def given_arguments(encoding: Any) -> dict[str, Any]:
-    """Return the constructor arguments of an encoding that it stores as attributes of the same name."""
-    return {name: getattr(encoding, name) for name in arguments_of(type(encoding)) if hasattr(encoding, name)}
+def built_as(part: Any, *without: str) -> partial[Any]:
+    """Return the class of an encoding or bias with the arguments that it stores as attributes of the same name."""
+    names = [name for name in arguments_of(type(part)) if name not in without and hasattr(part, name)]
+    stored = {name: getattr(part, name) for name in names}
+    nested = {name: built_as(one) for name, one in stored.items() if isinstance(one, Encoding)}
+    cls: Any = type(part)
+    return partial(cls, **stored | nested)
 
 
 def annotations_of(build: Callable[..., Any]) -> dict[str, Any]:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from torchrope.encodings import Encoding, NoEncoding
+from torchrope.inference import require_unfrozen
 from torchrope.integrations.families.shared import kind_of
 from torchrope.integrations.family import Adapter, adapters
-from torchrope.integrations.rotary import ATTRIBUTE, Rotary
+from torchrope.integrations.rotary import Rotary
 from torchrope.integrations.swap import adapt, swap
 from torchrope.lattice import Lattice, spaced
 from torchrope.models import Features, ViT
@@ -70,6 +71,7 @@ def extend(
         >>> tr.extend(encoding, (1, 2)).frequencies[:, -2:].mul(1000).round().tolist()  # the slowest pairs
         [[32.0, 0.0], [0.0, 16.0]]
     """
+    require_unfrozen("extend", model)
     if isinstance(model, Encoding):
         scaling = scaling_of(method, factor, train_size=train_size)
         extended = copy.deepcopy(model)
@@ -156,7 +158,9 @@ def _parts(model: nn.Module, factors: Sequence[float]) -> Iterator[_Part]:
                 if index + 1 in full:
                     yield _part(encoding, math.prod(factors), users, module.position_map, sizes, larger)
         elif isinstance(module, Rotary):
-            adapter = next(one for one in adapters(model) if getattr(one.tower, ATTRIBUTE, None) is module)
+            adapter = next((one for one in adapters(model) if one.rotary is module), None)
+            if adapter is None:  # a part of a model, whose layers are unknown
+                continue
             yield from _parts_of_swapped(module, adapter, factors)
         else:
             continue

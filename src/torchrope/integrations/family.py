@@ -96,12 +96,21 @@ class ModelFamily:
 
 @dataclass(eq=False)
 class Adapter:
-    """A model of a family, to which encodings are attached."""
+    """A model of a family, `tower`, within the one passed to `swap`, to whose layers encodings are attached."""
 
     family: ModelFamily
     tower: Any  # holds the attention layers and the tables, and gets `rotary`
     model: nn.Module  # that was passed to `swap` and contains it
     layers: list[Any]
+
+    @property
+    def rotary(self) -> Rotary | None:
+        """The encodings that `swap` added to the model, if any; ValueError if another library wraps them."""
+        rotary = getattr(self.tower, ATTRIBUTE, None)
+        if not isinstance(rotary, Rotary | None):
+            rule = "encodings of a swapped model must not be wrapped; model.merge_and_unload() ends peft's wrapping"
+            raise ValueError(f"{rule}, got a {type(rotary).__name__}")
+        return rotary
 
     def shapes(self) -> list[AttentionShape]:
         """Return the shape of each attention layer, in order."""
@@ -262,11 +271,6 @@ def shard_groups(model: nn.Module) -> list[list[nn.Module]]:
 
     A policy with param_dtype=torch.bfloat16 would round frequencies, which moves tokens far from the origin. Shard
     these groups first, then blocks and the model.
-
-    Example:
-        >>> from torchrope import MixedRoPE
-        >>> len(shard_groups(MixedRoPE(num_axes=2, num_heads=2, head_dim=16)))  # fully_shard each, with mp_policy
-        1
     """
     found = [part for part in model.modules() if isinstance(part, Encoding | AbsoluteEncoding | ScoreBias)]
     return [[part] for part in found if next(part.parameters(), None) is not None]

@@ -81,10 +81,7 @@ class ForwardState:
         self.running.positions = self.running.shared = None
 
     def link(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, part: bool) -> None:
-        """Forward pre-hook of a block: link its input to the positions, or find them if it is recomputed.
-
-        Of the parts of a block too, for libraries that recompute its forward without its hooks.
-        """
+        """Pre-hook of a block or its parts: link its input to the positions, or find them if it is recomputed."""
         if torch.compiler.is_compiling():
             return
         running, learns = self.running, torch.is_grad_enabled()

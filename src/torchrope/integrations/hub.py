@@ -36,15 +36,6 @@ class Hub(ModelHubMixin, library_name="torchrope"):
 
     It supports every model that `torchrope.save` does. Files of the Hub are read like local ones: nothing is unpickled
     or executed, and settings are validated before use.
-
-    Example:
-        >>> import tempfile, torchrope
-        >>> model = torchrope.ViT((8, 8), patch_size=4, dim=32, depth=2, num_heads=2, encoding="mixed")
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     Hub(model).save_pretrained(folder)
-        ...     again = Hub.from_pretrained(folder)
-        >>> type(again).__name__, again.encodings[0]
-        ('ViT', MixedRoPE(num_axes=2, num_heads=2, head_dim=16, block_size=2))
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -22,15 +22,15 @@ from torchrope.encodings import (
     NoEncoding,
     RelativePositionBias,
     SinusoidalAPE,
-    parse_encoding,
 )
-from torchrope.encodings.names import ROTARY, takes
+from torchrope.encodings.names import takes
+from torchrope.inference import require_unfrozen
 from torchrope.integrations.checkpoints.convert import to_torchrope
 from torchrope.integrations.checkpoints.describing import describe
 from torchrope.integrations.checkpoints.settings import errors_in_one_line
 from torchrope.lattice import Lattice, spaced
 from torchrope.models import ViT
-from torchrope.models.layers import PatchEmbed, resolve
+from torchrope.models.layers import PatchEmbed, builders, resolve
 from torchrope.positions import grid, per_axis
 
 # The parameter of each family that has an axis dimension, if any; zeros in it are zero generators.
@@ -86,15 +86,6 @@ def inflate(
     References:
         Carreira and Zisserman, Quo Vadis, Action Recognition?, section 2.4, for repeated, divided weights. Arnab et
         al., ViViT, section 3.4, for weights on the middle frame and the repeated table.
-
-    Example:
-        >>> from torchrope import ViT, inflate
-        >>> images = ViT((8, 8), patch_size=4, dim=32, depth=2, num_heads=2, encoding="learned+mixed").eval()
-        >>> volumes = inflate(images, patch_size=2, size=16, spacing=(5.0, 0.8, 0.8))
-        >>> image = torch.randn(1, 3, 8, 8)
-        >>> slices = image.unsqueeze(2).expand(-1, -1, 2, -1, -1)
-        >>> torch.allclose(volumes.features(slices), images.features(image), atol=1e-5)
-        True
     """
     source = _as_vit(model)
     old = len(source.embed.patch_size)
@@ -124,7 +115,7 @@ def inflate(
         "patch_size": inflated.embed.patch_size,
         "positions": inflated.position_map,
         "share_layers": share,
-        **_choice(inflated, source.arguments["encoding"] if encoding is None else encoding),
+        **builders(inflated),
     }
     return inflated
 
@@ -148,12 +139,9 @@ class Stacked(nn.Module):
 
 def _as_vit(model: nn.Module) -> ViT:
     """Return a `ViT` unchanged, or convert a model of timm or transformers to one that computes the same features."""
+    require_unfrozen("inflate", model)
     kind = type(model).__name__
     if type(model) is ViT:
-        foreign = next((one for one in model.encodings if not isinstance(one, Encoding)), None)
-        if foreign is not None:
-            rule = "inflate must be called before freeze, since it needs generators"
-            raise ValueError(f"{rule}, got {type(foreign).__name__}")
         return model
     tower: Any = getattr(model, "vit", model)  # of a classifier
     of_transformers = any(base.__name__ in _TOWERS for base in type(tower).__mro__)
@@ -223,18 +211,13 @@ def _with_axes(encoding: Encoding, new: int, build: str | Callable[..., Encoding
 
 def _family(encoding: Encoding) -> Callable[..., Encoding]:
     """Return a function that builds an encoding of any number of axes that represents the rotation of this one."""
-    given = _further(encoding)
+    sizes = ("num_axes", "num_heads", "head_dim")
+    given = {name: value for name, value in describe(encoding)["arguments"].items() if name not in sizes}
     if encoding.block_size != 2 and not isinstance(encoding, ComRoPEAP):
         return partial(type(encoding), **given)
     family: Any = MixedRoPE if encoding.block_size == 2 else ComRoPELD
     kept = [name for name in ("block_size", "rotary_dim", "shared_heads") if name in given and takes(family, name)]
     return partial(family, **{name: given[name] for name in kept})
-
-
-def _further(encoding: nn.Module) -> dict[str, Any]:
-    """Return the constructor arguments that do not depend on the model, such as block_size."""
-    known = describe(encoding)["arguments"]
-    return {name: value for name, value in known.items() if name not in ("num_axes", "num_heads", "head_dim")}
 
 
 def _repeated(part: nn.Module, ahead: tuple[int, ...]) -> Any:
@@ -245,9 +228,12 @@ def _repeated(part: nn.Module, ahead: tuple[int, ...]) -> Any:
         table = part.table.detach().repeat(math.prod(2 * size - 1 for size in ahead), 1)
     elif isinstance(part, LearnedAPE | SinusoidalAPE):
         build = partial(LearnedAPE, dim=part.dim)
+        if isinstance(part, LearnedAPE):
+            build = partial(build, intensity=part.intensity, cell=(1.0,) * len(ahead) + part.cell)
         table = part(*part.sizes).detach().unflatten(0, part.sizes).repeat(*ahead, *(1,) * (len(part.sizes) + 1))
     else:
-        raise ValueError(f"the position table must be LearnedAPE or SinusoidalAPE, got {type(part).__name__}")
+        rule = "inflate repeats position tables of LearnedAPE and SinusoidalAPE, and biases of RelativePositionBias"
+        raise ValueError(f"{rule}, got {type(part).__name__}")
     with torch.device("meta"):
         made = build(sizes=(*ahead, *part.sizes))
     made.table = nn.Parameter(table, all(parameter.requires_grad for parameter in part.parameters()))
@@ -283,25 +269,3 @@ def _with_slices(source: ViT, depths: tuple[int, ...], spacing: float | Sequence
     if "per" in extended:  # axes whose tokens are counted, from the last one
         extended["per"] = tuple(rule % old - old if isinstance(rule, int) else rule for rule in extended["per"])
     return replace(lattice, **extended)
-
-
-def _choice(model: ViT, given: Any) -> dict[str, Any]:
-    """Return constructor arguments that rebuild the encodings; a name, given or not, if one describes them fully."""
-    encodings: Any = list(model.encodings)
-    family: Any = type(encodings[0])
-    block_size = f":{encodings[0].block_size}" if takes(family, "block_size") else ""
-    names = [f"{name}{block_size}" for name, build in ROTARY.items() if family in _OF_AXES and build is family]
-    for name in (*given.split("+"), *names) if isinstance(given, str) else names:
-        choice = parse_encoding(name)
-        if choice.parts != [family]:
-            continue
-        with torch.device("meta"):
-            again = choice.rotary(num_axes=encodings[0].num_axes, **encodings[0].head_sizes)
-        if all((repr(one), one.lattice) == (repr(again), again.lattice) for one in encodings):
-            parts = ["learned"] * (model.absolute is not None) + ["bias"] * bool(len(model.biases))
-            return {"encoding": "+".join([*parts, name]), "absolute": None, "bias": None}
-    return {
-        "encoding": partial(family, **_further(encodings[0])),
-        "absolute": None if model.absolute is None else LearnedAPE,
-        "bias": RelativePositionBias if len(model.biases) else None,
-    }

@@ -61,10 +61,7 @@ class OwnRotation:
         return alike and torch.equal(self.frequencies, other.frequencies)
 
     def transfer_to(self, encoding: Encoding) -> tuple[int, ...]:
-        """Set the generators of an encoding to this rotation; return the order that channels must have for it.
-
-        ComRoPE-AP assigns its blocks to the axes cyclically. ValueError with the reason if it cannot represent it.
-        """
+        """Set an encoding to this rotation and return its order of channels; ValueError if it cannot represent it."""
         refusals = []
         for rotation in self._candidates(encoding):
             try:

@@ -61,12 +61,6 @@ class RoPE2D(_AxialHalves):
     References:
         Weinzaepfel et al., CroCo v2, section 3.2, for RoPE of two axes; Wang et al., DUSt3R, where freq is 100. Su et
         al., RoFormer, equation 15, for the frequencies.
-
-    Example:
-        >>> import torchrope as tr
-        >>> rope, q = RoPE2D(freq=100.0), torch.randn(2, 4, 12, 64)
-        >>> rope(q, tr.grid(3, 4).long().expand(2, -1, -1)).shape
-        torch.Size([2, 4, 12, 64])
     """
 
     axes = 2
@@ -83,11 +77,6 @@ class PointROPE(_AxialHalves):
 
     References:
         Yue et al., LitePT (arXiv:2512.13689).
-
-    Example:
-        >>> rope, q = PointROPE(freq=100.0), torch.randn(2, 4, 10, 36)
-        >>> rope(q, torch.randint(0, 50, (2, 10, 3))).shape
-        torch.Size([2, 4, 10, 36])
     """
 
     axes = 3

@@ -18,7 +18,7 @@ ATTRIBUTE = "rotary"
 
 
 class Rotary(nn.Module):
-    """The encodings of a swapped model, one per attention layer or one shared by all, their positions and channels."""
+    """The encodings of a swapped model, one per layer or one for all, with the positions and channels of each."""
 
     def __init__(
         self,

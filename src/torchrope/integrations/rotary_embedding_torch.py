@@ -67,11 +67,6 @@ class RotaryEmbedding(Float32Module):
 
     References:
         Su et al., RoFormer, equation 15; Sun et al., A Length-Extrapolatable Transformer, for xPos.
-
-    Example:
-        >>> rotary, q = RotaryEmbedding(dim=32), torch.randn(1, 8, 100, 64)
-        >>> rotary.rotate_queries_or_keys(q).shape
-        torch.Size([1, 8, 100, 64])
     """
 
     def __init__(

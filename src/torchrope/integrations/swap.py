@@ -69,14 +69,6 @@ def swap(
             that does not fit its heads, or cannot represent the model's built-in rotation; a layer that then computes
             something else than its own code. The model is unchanged.
         ImportError: timm, transformers or diffusers is older than supported.
-
-    Example:
-        >>> import timm
-        >>> model = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10).eval()
-        >>> image = torch.randn(1, 3, 224, 224)
-        >>> before = model(image)
-        >>> torch.equal(swap(model, "liere", block_size=8)(image), before)
-        True
     """
     adapter = _before_parallelism(adapt(model))
     if getattr(adapter.tower, ATTRIBUTE, None) is not None:
@@ -139,7 +131,7 @@ def unswap(model: Model) -> Model:
         ValueError: a model that is not swapped, whose tables were resized since, or with `enable_parallelism`.
     """
     adapter = _before_parallelism(adapt(model))
-    rotary = getattr(adapter.tower, ATTRIBUTE, None)
+    rotary = adapter.rotary
     if rotary is None:
         raise ValueError(f"unswap needs a swapped model, got {kind_of(model)}")
     _remove(adapter, rotary)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchrope.attention import Attention, pad_ends
 from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, LearnedAPE, ScoreBias, parse_encoding
+from torchrope.encodings.names import built_as
 from torchrope.lattice import Lattice
 from torchrope.rotations import Rotation
 
@@ -32,13 +33,7 @@ _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 def keeps_arguments(*without: str) -> Callable[[_Init], _Init]:
-    """Decorate the `__init__` of a model to keep its arguments, from which `save` and `inflate` rebuild it.
-
-    They are in `self.arguments`, by name, defaults included.
-
-    Args:
-        without: Arguments that are left out, such as a module.
-    """
+    """Decorate `__init__` to keep its arguments, defaults too, as `self.arguments`, without those that are named."""
 
     def decorate(init: _Init) -> _Init:
         signature = inspect.signature(init)
@@ -206,7 +201,7 @@ def encoding_parameters(model: nn.Module) -> set[str]:
 def on_lattice(
     rows: Callable[..., Tensor], sizes: Sequence[int], extents: Sequence[tuple[int, ...]] | None = None
 ) -> Tensor:
-    """Evaluate a function of sizes, `(prod(sizes), n)`, for a lattice, or for the part that each sample fills."""
+    """Evaluate a function of sizes for each token of a lattice; in batches, of the `extents` that each sample fills."""
     if extents is None:
         return rows(*sizes)
     if not extents:
@@ -358,6 +353,13 @@ def encodings_and_biases(
     encodings = [choice.rotary(**head) for _ in range(count)]
     biases = [] if choice.bias is None else [choice.bias(sizes=sizes, num_heads=num_heads) for _ in range(count)]
     return encodings, biases
+
+
+def builders(model: Any) -> dict[str, Any]:
+    """Return the arguments of a `ViT` that build the parts that it has: its encoding, absolute encoding and bias."""
+    parts = {"encoding": model.encodings[0], "absolute": model.absolute, "bias": next(iter(model.biases), None)}
+    sizes = "num_axes", "num_heads", "head_dim", "sizes", "dim"
+    return {name: None if part is None else built_as(part, *sizes) for name, part in parts.items()}
 
 
 class Layer(nn.Module):

@@ -212,17 +212,7 @@ class Swin(Shareable, Backbone):
 
 
 class Stage(nn.Module):
-    """Merge neighbours, except in the first stage; then apply layers in windows, shifted by half in every second layer.
-
-    Args:
-        merge: Patch merging, or the identity.
-        layers: Layers with `WindowAttention`.
-        encodings: Encoding of each layer.
-        biases: Bias of each layer, or none.
-        window: Tokens of a window along each axis at the training size.
-        position_map: Positions of the tokens of a window, from its sizes.
-        checkpoint_layers: See `Swin`.
-    """
+    """Merge neighbours, except in the first stage; then apply layers in windows, every second one shifted by half."""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from torchrope.encodings import Choice, Encoding, Periodic, SinusoidalAPE
 from torchrope.encodings.periodic import update_all_turns
 from torchrope.lattice import Lattice
 from torchrope.linear_attention import LinearAttention
-from torchrope.models.layers import Backbone, Layer, drop_path_rates, initialize, resolve, run_layer
+from torchrope.models.layers import Backbone, Layer, drop_path_rates, initialize, keeps_arguments, resolve, run_layer
 from torchrope.positions import PerAxis, Periods, check_periods, pack, positive, rescale
 from torchrope.rotations import Rotation
 from torchrope.tensors import can_read, require_unrounded
@@ -95,6 +95,9 @@ class Transformer(Backbone):
         torch.Size([2, 10])
     """
 
+    arguments: dict[str, Any]
+
+    @keeps_arguments("encoding")
     def __init__(
         self,
         in_channels: int,

@@ -1,8 +1,8 @@
-"""Descriptions of models and encodings as plain data: write them as JSON, read and check them, build encodings."""
+"""Descriptions of encodings as plain data: write them as JSON, check them, build encodings."""
 
 import json
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,43 +11,29 @@ from torch import nn
 
 from torchrope import encodings as families
 from torchrope.encodings import Encoding
-from torchrope.encodings.names import arguments_of, builders, built_class, given_arguments
-from torchrope.inference import Frozen
+from torchrope.encodings.names import arguments_of, builders, built_as, built_class
+from torchrope.inference import Frozen, FrozenAbsolute
 from torchrope.integrations.checkpoints import settings as kinds
-from torchrope.integrations.checkpoints.recipes import check_recipe
-from torchrope.integrations.checkpoints.settings import Limits, check, errors_in_one_line, settable, shown, tuples
-from torchrope.integrations.family import AttentionShape
+from torchrope.integrations.checkpoints.settings import Limits, check, errors_in_one_line, settable, tuples
 from torchrope.lattice import Lattice
 
-FORMAT = 1
-
-_LONGEST = 2**24
-_ANY = kinds.Kind("", lambda value, _: True)  # validated separately
-_HEADER = {
-    "format": _ANY,
-    "torchrope": kinds.LABEL,
-    "model": kinds.matching(r"[\w.<>]{1,1000}", "the name of a class"),
-    "recipe": _ANY,
-    "swap": _ANY,
-    "frozen": kinds.each(kinds.EXTENT, most=8) | kinds.NOTHING,
-}
 _ENCODING = {"class": kinds.matching(r"\w{1,200}", "a name"), "arguments": kinds.MAPPING}
 
 
-def describe(encoding: nn.Module) -> dict[str, Any]:
-    """Return the class name and constructor arguments of an encoding, or of the one that was frozen."""
-    cls = family_of(encoding)
-    given = encoding.build.keywords if isinstance(encoding, Frozen) else given_arguments(encoding)
+def describe(part: Any) -> dict[str, Any]:
+    """Return the class name and constructor arguments of an encoding or bias, or of the encoding that was frozen."""
+    build = part if isinstance(part, partial) else build_of(part)
+    cls: Any = build.func
     for name in arguments_of(cls):
-        if name not in given:
+        if name not in build.keywords:
             rule = "each constructor argument of an encoding must be an attribute of the same name"
             raise ValueError(f"{rule}, got {cls.__name__} without {name}")
-    return {"class": cls.__name__, "arguments": given}
+    return {"class": cls.__name__, "arguments": build.keywords}
 
 
-def family_of(encoding: nn.Module) -> Any:
-    """Return the class of an encoding, or of the one that was frozen."""
-    return encoding.build.func if isinstance(encoding, Frozen) else type(encoding)
+def build_of(part: nn.Module) -> partial[Any]:
+    """Return the class of an encoding or bias, or of the encoding that was frozen, with its arguments."""
+    return part.build if isinstance(part, Frozen | FrozenAbsolute) else built_as(part)
 
 
 def to_json(settings: dict[str, Any]) -> str:
@@ -59,57 +45,29 @@ def to_json(settings: dict[str, Any]) -> str:
 
 
 def build(
-    described: Any, site: AttentionShape, classes: Iterable[type[Encoding]], limits: Limits, device: torch.device
-) -> Encoding:
-    """Build an encoding of an attention layer: of `torchrope.encodings`, or on the CPU of `classes` or registered."""
-    check("each of the encodings of its swap", described, _ENCODING, limits)
+    described: Any, kind: type, sizes: Mapping[str, Any], classes: Iterable[type], limits: Limits, device: Any
+) -> Any:
+    """Build an encoding or bias of these sizes, of torchrope or, with a device on the CPU, custom."""
+    check("each of its encodings", described, _ENCODING, limits)
     name, arguments, known = described["class"], described["arguments"], getattr(families, described["class"], None)
     registered = [cls for cls in map(built_class, builders().values()) if cls is not None]
     cls = {cls.__name__: cls for cls in (*registered, *classes)}.get(name, known)
-    if not (isinstance(cls, type) and issubclass(cls, Encoding)):
+    if not (isinstance(cls, type) and issubclass(cls, kind)):
         raise ValueError(f"custom encodings must be passed as classes=[...] or registered, got a model with {name}")
-    shape = {"num_axes": {len(site.lattice)}, "num_heads": {1, site.num_heads}, "head_dim": {site.head_dim}}
-    allowed = settable(cls) | {key: kinds.one_of(*values) for key, values in shape.items()}
+    choices = {key: sorted({1, value}) if key == "num_heads" else [value] for key, value in sizes.items()}
+    allowed = settable(cls) | {key: kinds.one_of(*values) for key, values in choices.items()}
     check(f"the arguments of {name}", arguments, allowed, limits, partly=True)
-    with device if cls is known else torch.device("cpu"), errors_in_one_line(f"{name} rejects its settings"):
+    nested = [key for key in arguments if allowed[key] is kinds.PART]
+    parts = {key: build(arguments[key], Encoding, sizes, classes, limits, device) for key in nested}
+    place = nullcontext() if device is None else device if cls is known else torch.device("cpu")
+    with place, errors_in_one_line(f"{name} rejects its settings"):
         lattices = {key: Lattice(**tuples(arguments[key])) for key in arguments if allowed[key] is kinds.LATTICE}
-        return cls(**tuples(arguments) | lattices)
-
-
-def read_header(text: str, limits: Limits) -> dict[str, Any]:
-    """Parse the settings of a file and check them, except for its swaps, against limits from its tensors.
-
-    Returns:
-        "model", the name of its class; "recipe", which builds a model of torchrope, or None; "swap", the swaps of a
-        model of another library by the name of the submodule, or None; and "frozen", the shape of the input that a
-        swapped model was frozen for, or None.
-    """
-    if len(text) > _LONGEST:
-        raise ValueError(f"its settings must be up to {_LONGEST:,} characters, got {len(text):,}")
-    reals = partial(_number, float)
-    try:
-        given = json.loads(text, parse_int=partial(_number, int), parse_float=reals, parse_constant=reals)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"its settings must be JSON, got {error}") from None
-    if isinstance(given, dict) and (type(given.get("format")) is not int or given["format"] != FORMAT):
-        raise ValueError(f"its settings must be of format {FORMAT}, got format {shown(given.get('format'))}")
-    check("its settings", given, _HEADER, limits)
-    recipe, swap = given["recipe"], given["swap"]
-    if recipe is not None:
-        check_recipe(recipe, limits)
-        check("its settings", {"swap": swap}, {"swap": kinds.NOTHING}, limits)
-    elif not isinstance(swap, dict) or len(swap) > limits.layers:
-        raise ValueError(f"its swap must map up to {limits.layers} names of submodules to swaps, got {shown(swap)}")
-    return {**given, "recipe": tuples(recipe)}
+        return cls(**tuples(arguments) | lattices | parts)
 
 
 def _plain(value: Any) -> dict[str, Any]:
     if isinstance(value, Lattice):
         return value.settings()
+    if isinstance(value, partial) and isinstance(value.func, type):  # an encoding within another
+        return describe(value)
     raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
-
-
-def _number(kind: type, digits: str) -> Any:
-    if len(digits) > 30 or not math.isfinite(float(digits)):
-        raise ValueError(f"its settings must hold finite numbers of up to 30 characters, got {shown(digits)}")
-    return kind(digits)

@@ -1,28 +1,52 @@
-"""Recipes from which `load` rebuilds `ViT`, `Swin` and `Features`, and their validation."""
+"""Recipes from which `load` rebuilds `ViT`, `Swin`, `Transformer` and `Features`; the settings of files."""
 
-import copy
 import inspect
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchrope.inference import Frozen, FrozenAbsolute, freeze
+from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, Periodic, ScoreBias
+from torchrope.inference import Frozen, FrozenAbsolute
 from torchrope.integrations.checkpoints import settings as kinds
-from torchrope.integrations.checkpoints.settings import Limits, check, settable
+from torchrope.integrations.checkpoints.describing import build, build_of, describe
+from torchrope.integrations.checkpoints.layout import Layout
+from torchrope.integrations.checkpoints.settings import Limits, check, errors_in_one_line, settable, shown, tuples
 from torchrope.lattice import Lattice
-from torchrope.models import Features, Swin, ViT
+from torchrope.models import ACTIVATIONS, Features, Swin, Transformer, ViT
+from torchrope.models.layers import PatchEmbed
+from torchrope.rotations import Block, Commuting, GivenAngles, Planar, PlanarInBasis
 
-_MODELS: dict[str, type[ViT | Swin]] = {"ViT": ViT, "Swin": Swin}
-_LARGEST_INPUT = 2**30
+FORMAT = 1
+
+_LONGEST = 2**24
+_ANY = kinds.Kind("", lambda value, _: True)  # validated separately
+_HEADER = {
+    "format": _ANY,
+    "torchrope": kinds.LABEL,
+    "model": kinds.matching(r"[\w.<>]{1,1000}", "the name of a class"),
+    "recipe": _ANY,
+    "swap": _ANY,
+    "frozen": kinds.named(kinds.LABEL, kinds.MAPPING) | kinds.NOTHING,
+}
+_MODELS: dict[str, type[ViT | Swin | Transformer]] = {"ViT": ViT, "Swin": Swin, "Transformer": Transformer}
+_ACTIVATIONS: dict[str, Any] = {**ACTIVATIONS, "relu": nn.ReLU, "silu": nn.SiLU}
+_ROTATIONS = {kind.__name__: kind for kind in (Planar, GivenAngles, PlanarInBasis, Commuting, Block)}
+_FROZEN = {
+    "kind": kinds.one_of(*_ROTATIONS, "FrozenAbsolute", "PatchEmbed"),
+    "settings": kinds.named(kinds.LABEL, kinds.DATA),
+}
 # Arguments whose annotations allow functions too, and numbers that must not add up to more layers than tensors.
-_SPECIAL = {"encoding": kinds.ENCODING, "positions": kinds.LATTICE, "depths": kinds.DEPTHS}
+_SPECIAL = {"positions": kinds.LATTICE, "depths": kinds.DEPTHS, "activation": kinds.one_of(*_ACTIVATIONS)}
+_PARTS = {"encodings": kinds.PARTS, "absolute": kinds.PART | kinds.NOTHING, "biases": kinds.PARTS}
 
 
 def recipe(model: Any) -> dict[str, Any]:
-    """Return the class and non-default arguments of a model; for `Features`, those of both itself and its model."""
+    """Return the class and non-default arguments of a model, and its encodings; of `Features` also its model's."""
     if type(model) is Features:
         return {**recipe(model.model), "features": model.arguments}
     name = type(model).__name__
@@ -30,56 +54,137 @@ def recipe(model: Any) -> dict[str, Any]:
         raise ValueError(f"save supports {', '.join(_MODELS)}, Features and swapped models, got {name}")
     defaults = {key: parameter.default for key, parameter in inspect.signature(type(model)).parameters.items()}
     given = {key: value for key, value in model.arguments.items() if value is not defaults[key]}
+    given = {key: value for key, value in given.items() if key not in ("encoding", "absolute", "bias")}
+    if isinstance(model, ViT):
+        given["positions"] = model.position_map
     if "positions" in given and type(given["positions"]) is not Lattice:
-        raise ValueError(f"save supports positions of a Lattice, got {given['positions']!r}")
-    frozen = {} if model.embed.frozen_size is None else {"frozen": model.embed.frozen_size}
-    return {"class": name, "arguments": given, **frozen}
+        raise ValueError(f"save supports positions of a Lattice, got a {type(given['positions']).__name__}")
+    if "activation" in given:
+        kind = type(model.get_submodule("layers.0.mlp.1"))
+        given["activation"] = next((name for name, known in _ACTIVATIONS.items() if known is kind), kind.__name__)
+    stages = list(getattr(model, "stages", [model]))
+    encodings = [build_of(encoding) for stage in stages for encoding in stage.encodings]
+    if isinstance(model, Transformer) and getattr(given.get("positions"), "periods", None) is not None:
+        encodings = [one.keywords["encoding"] if one.func is Periodic else one for one in encodings]
+    return {
+        "class": name,
+        "arguments": given,
+        "encodings": list(map(describe, encodings)),
+        "absolute": None if model.absolute is None else describe(model.absolute),
+        "biases": [describe(bias) for stage in stages for bias in getattr(stage, "biases", ())],
+    }
+
+
+def read_header(text: str, limits: Limits) -> dict[str, Any]:
+    """Parse the settings of a file and check them, except for its swaps, against limits from its tensors."""
+    if len(text) > _LONGEST:
+        raise ValueError(f"its settings must be up to {_LONGEST:,} characters, got {len(text):,}")
+    reals = partial(_number, float)
+    try:
+        given = json.loads(text, parse_int=partial(_number, int), parse_float=reals, parse_constant=reals)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"its settings must be JSON, got {error}") from None
+    if isinstance(given, dict) and (type(given.get("format")) is not int or given["format"] != FORMAT):
+        raise ValueError(f"its settings must be of format {FORMAT}, got format {shown(given.get('format'))}")
+    check("its settings", given, _HEADER, limits)
+    recipe, swap = given["recipe"], given["swap"]
+    if recipe is not None:
+        check_recipe(recipe, limits)
+        check("its settings", {"swap": swap}, {"swap": kinds.NOTHING}, limits)
+    elif not isinstance(swap, dict) or len(swap) > limits.layers:
+        raise ValueError(f"its swap must map up to {limits.layers} names of submodules to swaps, got {shown(swap)}")
+    return given
 
 
 def check_recipe(recipe: Any, limits: Limits) -> None:
-    """Raise ValueError for the first invalid setting of a recipe."""
-    allowed = {"class": kinds.one_of(*_MODELS), "arguments": kinds.MAPPING}
-    if isinstance(recipe, dict):
-        optional = {"features": kinds.MAPPING, "frozen": settable(ViT)["input_size"]}
-        allowed |= {name: optional[name] for name in optional.keys() & recipe}
+    """Raise ValueError for the first invalid setting of a recipe, except for its encodings."""
+    allowed = {"class": kinds.one_of(*_MODELS), "arguments": kinds.MAPPING, **_PARTS}
+    allowed |= {"features": kinds.MAPPING} if isinstance(recipe, dict) and "features" in recipe else {}
     check("its recipe", recipe, allowed, limits)
     name, arguments = recipe["class"], recipe["arguments"]
     check(f"the arguments of {name}", arguments, settable(_MODELS[name]) | _SPECIAL, limits, partly=True)
     if "features" in recipe:
-        check_features(recipe["features"], limits)
+        check("the arguments of Features", recipe["features"], settable(Features), limits, partly=True)
 
 
-def check_features(arguments: Any, limits: Limits) -> None:
-    """Raise ValueError for the first invalid argument of `Features`."""
-    check("the arguments of Features", arguments, settable(Features), limits, partly=True)
+class _Described:
+    """Builds the described parts of a model, one at each call."""
+
+    def __init__(self, kind: type, described: Sequence[Any], classes: Iterable[type], limits: Limits) -> None:
+        self.settings = kind, classes, limits
+        self.described = described
+        self.calls = 0
+
+    def __call__(self, **sizes: Any) -> Any:
+        kind, classes, limits = self.settings
+        described = self.described[self.calls % max(len(self.described), 1)]
+        self.calls += 1
+        sizes = {name: list(value) if isinstance(value, tuple) else value for name, value in sizes.items()}
+        return build(described, kind, sizes, classes, limits, device=None)
 
 
-def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
+def rebuild(recipe: dict[str, Any], device: str, classes: Iterable[type], limits: Limits) -> nn.Module:
     """Build the model of a recipe with randomly initialised weights."""
-    arguments = dict(recipe["arguments"])
+    arguments = tuples(recipe["arguments"])
     if "positions" in arguments:
         arguments["positions"] = Lattice(**arguments["positions"])
+    if "activation" in arguments:
+        arguments["activation"] = _ACTIVATIONS[arguments["activation"]]
+    absolute, biases = recipe["absolute"], recipe["biases"]
+    arguments["encoding"] = Choice(
+        "",
+        _Described(Encoding, recipe["encodings"], classes, limits),
+        _Described(AbsoluteEncoding, [absolute], classes, limits) if absolute else None,
+        _Described(ScoreBias, biases, classes, limits) if biases else None,
+    )
     with torch.device(device):
-        model = _MODELS[recipe["class"]](**arguments)
-        if "frozen" in recipe:
-            freeze_again(model, recipe["frozen"], device)
-        return Features(model, **recipe["features"]) if "features" in recipe else model
+        model: Any = _MODELS[recipe["class"]](**arguments)
+        return Features(model, **tuples(recipe["features"])) if "features" in recipe else model
 
 
-def freeze_again(model: nn.Module, size: Sequence[int], device: str | torch.device) -> None:
-    """Freeze a model in place, without values: at an input size, or for an input of this shape.
+def frozen_parts(model: nn.Module) -> dict[str, Any] | None:
+    """Return descriptions of the frozen parts of a model by name, None if there are none."""
+    parts: dict[str, Any] = {}
+    for name, part in model.named_modules(remove_duplicate=False):
+        if isinstance(part, FrozenAbsolute):
+            parts[name] = {"kind": "FrozenAbsolute", "settings": {"sizes": part.sizes}}
+        elif isinstance(part, Frozen):
+            if part.kind.__name__ not in _ROTATIONS:
+                raise ValueError(f"save supports rotations of {', '.join(_ROTATIONS)}, got {part.kind.__name__}")
+            parts[name] = {"kind": part.kind.__name__, "settings": part.settings}
+        elif isinstance(part, PatchEmbed) and part.frozen_size is not None:
+            parts[name] = {"kind": "PatchEmbed", "settings": {"sizes": part.frozen_size}}
+    return parts or None
 
-    The model runs on the meta device, where shapes alone are computed; the file limits those that are then allocated.
-    """
-    if math.prod(size) > _LARGEST_INPUT:
-        raise ValueError(f"a frozen input must have up to {_LARGEST_INPUT:,} numbers, got {tuple(size)}")
-    empty = copy.deepcopy(model).to("meta")
-    with torch.device("meta"):
-        example = size if isinstance(model, ViT | Swin) else next(empty.parameters()).new_empty(tuple(size))
-        frozen = freeze(empty, example)
-    if isinstance(model, ViT | Swin):
-        model.embed.frozen_size = tuple(size)
-    for name, part in frozen.named_modules():
-        if isinstance(part, Frozen | FrozenAbsolute):
-            parent, _, child = name.rpartition(".")
-            model.get_submodule(parent)._modules[child] = part.to_empty(device=device)
+
+def freeze_again(model: nn.Module, parts: dict[str, Any], layout: Layout, limits: Limits) -> None:
+    """Replace the encodings of a model by frozen ones, without values, as described and as large as the tensors."""
+    found, like = dict(model.named_modules(remove_duplicate=False)), next(model.parameters())
+    for name, described in parts.items():
+        check(f"{shown(name)} of its frozen parts", described, _FROZEN, limits)
+        kind, settings, part = described["kind"], tuples(described["settings"]), found.get(name)
+        expected = PatchEmbed if kind == "PatchEmbed" else (Encoding, AbsoluteEncoding, Frozen, FrozenAbsolute)
+        if not isinstance(part, expected):
+            raise ValueError(f"its frozen parts must be encodings of its model, got {shown(name)}")
+        stored = {key[len(name) + 1 :]: value for key, value in layout.items() if key.startswith(f"{name}.")}
+        with errors_in_one_line(f"{shown(name)} cannot be frozen"):
+            if isinstance(part, PatchEmbed):
+                part.frozen_size = settings["sizes"]
+                continue
+            made: Frozen | FrozenAbsolute
+            if kind == "FrozenAbsolute":
+                made = FrozenAbsolute(build_of(part), settings["sizes"], like.new_empty(stored["table"].shape))
+            else:
+                wide = torch.promote_types(like.dtype, torch.float32)
+                tensors = {key: like.new_empty(value.shape, dtype=wide) for key, value in stored.items()}
+                made = Frozen(build_of(part), _ROTATIONS[kind], settings, tensors)
+                if made.rotation().shape[-1:] != made.frozen_at.shape[-2:-1]:
+                    raise ValueError("it must have as many tokens as positions")
+        parent, _, child = name.rpartition(".")
+        model.get_submodule(parent)._modules[child] = made.eval()
+
+
+def _number(kind: type, digits: str) -> Any:
+    if len(digits) > 30 or not math.isfinite(float(digits)):
+        raise ValueError(f"its settings must hold finite numbers of up to 30 characters, got {shown(digits)}")
+    return kind(digits)

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from torchrope._version import __version__
-from torchrope.encodings import Encoding
+from torchrope.encodings import AbsoluteEncoding, Encoding, ScoreBias
 from torchrope.files import write_whole
 from torchrope.inference import Frozen
-from torchrope.integrations.checkpoints import describing, recipes
+from torchrope.integrations.checkpoints import recipes
 from torchrope.integrations.checkpoints import settings as kinds
+from torchrope.integrations.checkpoints.describing import build, build_of, describe, to_json
 from torchrope.integrations.checkpoints.layout import DTYPES, Layout, budget, check_fits, layout_of_file, limits_of
+from torchrope.integrations.checkpoints.recipes import freeze_again, frozen_parts
 from torchrope.integrations.checkpoints.settings import check, errors_in_one_line, one_line, shown, tuples
 from torchrope.integrations.family import Adapter, AttentionShape, adapters
 from torchrope.integrations.rotary import ATTRIBUTE, Rotary
@@ -29,13 +31,12 @@ Model = TypeVar("Model", bound=nn.Module)
 FILE = "torchrope.safetensors"
 """Name of the file in a folder."""
 
-_HEAD = {"format": describing.FORMAT, "torchrope": __version__}
-_LIST = kinds.Kind("a list of up to {layers}", lambda value, at: isinstance(value, list) and len(value) <= at.layers)
+_HEAD = {"format": recipes.FORMAT, "torchrope": __version__}
 _SWAP = {
-    "encodings": _LIST,
+    "encodings": kinds.PARTS,
     "keep_position_tables": kinds.FLAG,
     "keep_rotation": kinds.FLAG,
-    "lattices": _LIST,
+    "lattices": kinds.PARTS,
     "channels": kinds.each(kinds.each(kinds.WIDTH, most=2**16) | kinds.NOTHING, most=2**16),
 }
 
@@ -51,13 +52,14 @@ class _File(NamedTuple):
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write a model's weights and a description of its encodings to one safetensors file, atomically.
 
-    The file holds the state dict; its metadata hold the class and arguments of a `ViT`, `Swin` or `Features`, which
-    `load(path)` rebuilds. For a swapped model of another library, or a module with swapped parts, they hold its swaps;
-    it is loaded into a model built the same way:  `load(path, into=model)`. Before writing, what `load` would build is
-    built once on the meta device, and an error is raised if it differs.
+    The file holds the state dict; its metadata hold the class and arguments of a `ViT`, `Swin`, `Transformer` or
+    `Features` and of its encodings, absorbed, extended or frozen as they are, which `load(path)` rebuilds. For a
+    swapped model of another library, or a module with swapped parts, they hold its swaps; it is loaded into a model
+    built the same way:  `load(path, into=model)`. Before writing, what `load` would build is built once on the meta
+    device, and an error is raised if it differs.
 
     Args:
-        model: A `ViT`, `Swin` or `Features`, or any module with swapped parts.
+        model: A `ViT`, `Swin`, `Transformer` or `Features`, or any module with swapped parts.
         path: A file, or a folder, which gets a file `torchrope.safetensors`.
 
     Raises:
@@ -99,7 +101,7 @@ def load(
     Args:
         path: The file, or the folder that holds `torchrope.safetensors`.
         into: A model built like the one that was saved, not swapped, or swapped in the same way; needed for all but
-            `ViT`, `Swin` and `Features`. It is swapped, and frozen for one input, as the file describes, and gets the
+            `ViT`, `Swin`, `Transformer` and `Features`. It is swapped, and frozen, as the file describes, and gets the
             weights; its dtypes, device and mode are kept. If the file does not fit, it is unchanged.
         classes: Custom encodings that the model uses; no code other than theirs and torchrope's is run.
 
@@ -123,34 +125,46 @@ def load(
 
 def _settings(model: nn.Module, layout: Layout) -> str:
     """Return the description from which `load` rebuilds a model, or swaps one that is built the same way, as JSON."""
-    swapped = _swapped(model)
-    head = {**_HEAD, "model": f"{type(model).__module__}.{type(model).__qualname__}"}
+    swapped = {name.rpartition(".")[0]: part for name, part in model.named_modules() if isinstance(part, Rotary)}
+    shapes = {adapter.rotary: adapter.shapes() for adapter in adapters(model)}
+    head = {**_HEAD, "model": f"{type(model).__module__}.{type(model).__qualname__}", "frozen": frozen_parts(model)}
     if not swapped:
         return _with_recipe(model, head, layout)
-    swaps, frozen = {name: _described(rotary) for name, rotary in swapped.items()}, getattr(model, "frozen_input", None)
-    text = describing.to_json({**head, "recipe": None, "swap": swaps, "frozen": frozen})
-    classes: Any = tuple({describing.family_of(part) for rotary in swapped.values() for part in rotary.encodings})
-    file = _File(describing.read_header(text, limits_of(layout)), layout, classes)
+    text = to_json({**head, "recipe": None, "swap": {name: _described(rotary) for name, rotary in swapped.items()}})
+    file = _File(recipes.read_header(text, limits_of(layout)), layout, _classes(model))
     for name, rotary in swapped.items():
         with budget(layout):
-            again, *_ = _parts(file, file.header["swap"][name], _adapter(model, name).shapes(), torch.device("meta"))
+            sites = shapes.get(rotary) or _adapter(model, name).shapes()
+            again, *_ = _parts(file, file.header["swap"][name], sites, torch.device("meta"))
         for was, would in zip(rotary.encodings, again, strict=True):
             if not isinstance(was, Frozen):
                 check_fits(would, was.state_dict())
     return text
 
 
+def _classes(model: nn.Module) -> tuple[Any, ...]:
+    """Return the classes of the encodings and biases of a model."""
+    parts = [part for part in model.modules() if isinstance(part, (Encoding, AbsoluteEncoding, ScoreBias, Frozen))]
+    return tuple({build_of(part).func for part in parts})
+
+
 def _with_recipe(model: nn.Module, head: dict[str, Any], layout: Layout) -> str:
     """Return settings from which `load` rebuilds a model of torchrope."""
-    text = describing.to_json({**head, "recipe": recipes.recipe(model), "swap": None, "frozen": None})
-    again = _built(_File(describing.read_header(text, limits_of(layout)), layout, ()), "meta")
-    parts, rebuilt = ({name: type(part) for name, part in one.named_modules()} for one in (model, again))
+    text = to_json({**head, "recipe": recipes.recipe(model), "swap": None})
+    again = _built(_File(recipes.read_header(text, limits_of(layout)), layout, _classes(model)), "meta")
+    parts, rebuilt = ({name: _shown(part) for name, part in one.named_modules()} for one in (model, again))
     for name in [*parts, *rebuilt]:
         if parts.get(name) != rebuilt.get(name):
             rule = "save needs a model that was not modified since it was built"
             raise ValueError(f"{rule}, got {name or 'the model'}: {parts.get(name)} instead of {rebuilt.get(name)}")
     check_fits(again, layout)
     return text
+
+
+def _shown(part: nn.Module) -> str:
+    """Return the class of a part and the settings that its `repr` shows, without those of training alone."""
+    described = isinstance(part, nn.Dropout | Encoding | AbsoluteEncoding | ScoreBias)
+    return f"{type(part).__name__}({'' if described else part.extra_repr()}){getattr(part, 'position_map', '')}"
 
 
 def _loaded(path: Path, classes: tuple[type[Encoding], ...], into: nn.Module | None) -> nn.Module:
@@ -163,7 +177,7 @@ def _loaded(path: Path, classes: tuple[type[Encoding], ...], into: nn.Module | N
         if text is None:
             raise ValueError("it has no settings of torchrope")
         layout = layout_of_file(opened)
-        file = _File(describing.read_header(text, limits_of(layout)), layout, classes)
+        file = _File(recipes.read_header(text, limits_of(layout)), layout, classes)
         if into is None:
             check_fits(_built(file, "meta"), layout)
         tensors = {name: opened.get_tensor(name).clone() for name in layout}
@@ -184,7 +198,7 @@ def _loaded(path: Path, classes: tuple[type[Encoding], ...], into: nn.Module | N
 
 def _described(rotary: Rotary) -> dict[str, Any]:
     return {
-        "encodings": [describing.describe(encoding) for encoding in rotary.encodings],
+        "encodings": [describe(encoding) for encoding in rotary.encodings],
         "keep_position_tables": rotary.keep_position_tables,
         "keep_rotation": rotary.keep_rotation,
         "lattices": [lattice.settings() for lattice in rotary.lattices],
@@ -197,29 +211,29 @@ def _built(file: _File, device: str) -> nn.Module:
     if file.header["recipe"] is None:
         rule = f"it holds weights and encodings of a {file.header['model']}"
         raise ValueError(f"{rule}: build that model, without encodings, and call load(path, into=model)")
+    limits = limits_of(file.layout)
     with budget(file.layout), errors_in_one_line("torchrope rejects its settings"):
-        return recipes.rebuild(file.header["recipe"], device)
+        model = recipes.rebuild(file.header["recipe"], device, file.classes, limits)
+        freeze_again(model, file.header["frozen"] or {}, file.layout, limits)
+    return model
 
 
 def _fill(file: _File, model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Swap a model as a file describes and load the file's weights; restore the model if they do not fit."""
     swaps = [(_adapter(model, name), name, swap) for name, swap in (file.header["swap"] or {}).items()]
-    frozen = file.header["frozen"]
     with ExitStack() as undone:
         for adapter, name, swap in swaps:
-            rotary = getattr(adapter.tower, ATTRIBUTE, None)
+            rotary = adapter.rotary
             if rotary is None:
                 before = [(table, table.detach().clone(), table.requires_grad) for table in adapter.tables()]
                 undone.callback(_undo, adapter, before)
                 with budget(file.layout):
                     _swap_again(file, adapter, swap)
-            elif json.loads(describing.to_json(_described(rotary))) != swap:
+            elif json.loads(to_json(_described(rotary))) != swap:
                 raise ValueError(f"its swap must be that of the model, got another for {name or 'the model'}")
-        if frozen is not None and not any(isinstance(part, Frozen) for part in model.modules()):
-            for part in list(model.modules()):
-                undone.callback(part._modules.update, dict(part._modules))
-            with budget(file.layout), errors_in_one_line(f"the model cannot be frozen for an input of {tuple(frozen)}"):
-                recipes.freeze_again(model, frozen, next(model.parameters()).device)
+        for part in list(model.modules()):
+            undone.callback(vars(part).update, vars(part) | {"_modules": dict(part._modules)})
+        freeze_again(model, file.header["frozen"] or {}, file.layout, limits_of(file.layout))
         check_fits(model, file.layout)
         undone.pop_all()
     model.load_state_dict(tensors)
@@ -227,8 +241,7 @@ def _fill(file: _File, model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 def _undo(adapter: Adapter, tables: list[tuple[nn.Parameter, Tensor, bool]]) -> None:
     """Undo the swap of a model, if it came that far, and restore its position tables."""
-    rotary = getattr(adapter.tower, ATTRIBUTE, None)
-    if rotary is not None:
+    if adapter.rotary is not None:
         adapter.detach()
         for table, values, learned in tables:
             table.requires_grad_(False).copy_(values).requires_grad_(learned)
@@ -258,7 +271,8 @@ def _parts(
     check("its swap", {"encodings": count}, {"encodings": kinds.one_of(1, len(sites))}, limits)
     encodings, lattices, channels = [], [], []
     for one, lattice, order, site in zip(swap["encodings"], swap["lattices"], swap["channels"], sites, strict=False):
-        encodings.append(describing.build(one, site, file.classes, limits, device))
+        sizes = {"num_axes": len(site.lattice), "num_heads": site.num_heads, "head_dim": site.head_dim}
+        encodings.append(build(one, Encoding, sizes, file.classes, limits, device))
         check("each of the lattices of its swap", lattice, kinds.settable(Lattice), limits, partly=True)
         for name, value in lattice.items():
             if isinstance(value, list) and len(value) != len(site.lattice):
@@ -276,11 +290,6 @@ def _parts(
     for index, site in enumerate(sites):
         check_fit(encodings[index % count], site)
     return encodings, lattices, channels
-
-
-def _swapped(model: nn.Module) -> dict[str, Rotary]:
-    """Return the encodings of each swapped submodule, by the name of the submodule."""
-    return {name.rpartition(".")[0]: part for name, part in model.named_modules() if isinstance(part, Rotary)}
 
 
 def _adapter(model: nn.Module, name: str) -> Adapter:

@@ -11,6 +11,7 @@ from functools import reduce
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+from torchrope.encodings import Encoding
 from torchrope.encodings.names import annotations_of
 from torchrope.lattice import Lattice
 
@@ -102,8 +103,12 @@ EXTENT = whole(f"a whole number from 1 to {_LARGEST:,}", lambda _: range(1, _LAR
 MAPPING = Kind("settings by name", lambda value, _: isinstance(value, dict))
 LABEL = matching(r"(?s).{0,1000}", "text of up to 1,000 characters")
 DATA = Kind(f"true, false, null or numbers, whole ones of up to {_LARGEST:,}, or lists or mappings of these", _is_data)
+PART = Kind("an encoding", lambda value, _: isinstance(value, dict))
 LATTICE = Kind("settings of a Lattice", _is_lattice)
-ENCODING = matching(r"[A-Za-z0-9:+ ._-]{1,256}", "the name of an encoding")
+PARTS = Kind(
+    "a list of up to {layers} encodings, for {tensors} tensors in the file",
+    lambda value, at: isinstance(value, list) and len(value) <= at.layers,
+)
 DEPTHS = Kind(
     "a list of up to 16 whole numbers that add up to {layers} at most, for {tensors} tensors in the file",
     lambda value, at: each(LAYERS).holds(value, at) and sum(value) <= at.layers,
@@ -113,11 +118,7 @@ _WHOLE = {"depth": LAYERS} | dict.fromkeys(("input_size", "patch_size", "window_
 
 
 def settable(build: Callable[..., Any]) -> dict[str, Kind]:
-    """Return the arguments of a class or function that a file may set, with the values that annotations allow.
-
-    Those are numbers, booleans, None, the values of a `Literal`, a `Lattice`, and sequences and mappings of these;
-    without an annotation `DATA`. Other arguments, such as text, functions, classes and modules, are left out.
-    """
+    """Return the arguments that a file may set, plain data by their annotations, no text, functions or classes."""
     kinds = {name: _kind(hint, _WHOLE.get(name, INTEGER)) for name, hint in annotations_of(build).items()}
     return {name: kind for name, kind in kinds.items() if kind is not None}
 
@@ -134,7 +135,15 @@ def _kind(hint: Any, integer: Kind) -> Kind | None:
         if kind is None or origin in (Union, UnionType):
             return kind
         return named(LABEL, kind) if origin in (Mapping, dict) else each(kind, most=8 if integer is EXTENT else 1024)
-    plain = ((int, integer), (float, NUMBER), (bool, FLAG), (NoneType, NOTHING), (Any, DATA), (Lattice, LATTICE))
+    plain = (
+        (int, integer),
+        (float, NUMBER),
+        (bool, FLAG),
+        (NoneType, NOTHING),
+        (Any, DATA),
+        (Lattice, LATTICE),
+        (Encoding, PART),
+    )
     return next((kind for known, kind in plain if hint is known), None)
 
 

@@ -146,12 +146,12 @@ def _take_generators(
 
 
 def _looked_up(source: Checkpoint, points: Tensor, dim: int) -> Tensor:
-    """Evaluate the published look-up of the class token and of patches `(1 + patches, dim)` in the position table."""
+    """Look up class token and patches `(1 + patches, dim)` as published: a table of two axes at its middle column."""
     # ComRoPE's code passes (0, row, column) to grid_sample, which expects the last axis first: a two-dimensional table
     # is sampled at its middle column, and checkpoints were trained with that.
     table = source.take(_TABLE, (*source.shape(_TABLE, 4)[:3], dim)).double()
     coordinates = 2 * prefix(points, 1)  # the image spans [-1, 1]
-    coordinates = functional.pad(coordinates, (3 - coordinates.shape[1], 0))
+    coordinates = functional.pad(coordinates, (3 - coordinates.shape[1], 0))  # grid_sample expects the last axis first
     volume = table.movedim(-1, 0).unsqueeze(0)  # (1, dim, frames, side, side)
     found = functional.grid_sample(
         volume, coordinates.reshape(1, 1, 1, -1, 3), align_corners=True, padding_mode="border"

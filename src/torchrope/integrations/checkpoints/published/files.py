@@ -23,12 +23,7 @@ _REFUSED = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)")
 
 
 def read_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Read the tensors of a checkpoint file of `torch.save` or of safetensors (by its ending), by name.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: neither format; a truncated file; objects other than dense tensors; no state dict.
-    """
+    """Read the tensors of a file of `torch.save` or safetensors by name; ValueError for other or damaged files."""
     path = Path(path)
     size = path.stat().st_size
     if not path.is_file():

@@ -144,11 +144,8 @@ class Checkpoint:
         return weights
 
     def load(self, build: Callable[..., Model], generators: Sequence[Tensor] = (), **arguments: Any) -> Model:
-        """Build a model, load all weights and set the generators of its encodings, `(axes, heads, blocks, b, b)` each.
-
-        The model is built on the meta device, and allocated only if the checkpoint fits it.
-        """
-        with torch.device("meta"):
+        """Build a model, load weights and set the generators of its encodings, `(axes, heads, blocks, b, b)` each."""
+        with torch.device("meta"):  # memory is allocated only if the checkpoint fits
             model = build(**arguments)
         tokens = self._split_table(model)
         weights = self.weights(model)

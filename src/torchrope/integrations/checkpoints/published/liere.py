@@ -44,10 +44,7 @@ def convert(
     patch_size: int | Sequence[int] | None = None,
     spacing: PerAxis | None = None,
 ) -> ViT:
-    """Build a `ViT`: with `LieRE` for generators, `LearnedAPE` for a table that is not zero, else VisionLLaMA's RoPE.
-
-    Options and errors as of `load_published`.
-    """
+    """Build a `ViT` with `LieRE` for generators, `LearnedAPE` for a table that is not zero, else VisionLLaMA's RoPE."""
     source = Checkpoint(FAMILY, state, _KEYS)
     dim, entries = source.shape(_PATCHES, 2)
     width = source.shape("transformer.layers.0.0.fn.to_qkv.weight", 2)[0] // 3

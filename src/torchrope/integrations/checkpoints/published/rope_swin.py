@@ -71,7 +71,7 @@ def convert(
 
 
 def checkpoint(state: Mapping[str, Tensor]) -> Checkpoint:
-    """Return the tensors of a Swin; Microsoft's merges patches at the end of a stage, timm's at the next start."""
+    """Return the tensors of a Swin without buffers; Microsoft's merges are at the end of a stage, timm's first."""
     behind = any(name.startswith("layers.0.downsample.") for name in state)
     merging = [
         Row(f"layers.{stage - behind}.downsample.{theirs}.{{}}", f"stages.{stage}.merge.{ours}.{{}}")

@@ -27,10 +27,7 @@ def convert(
     input_size: int | Sequence[int] | None = None,
     encoding: str | None = None,
 ) -> ViT:
-    """Build a `ViT` with `MixedRoPE` if the file has frequencies, otherwise with `AxialRoPE` of base 100.
-
-    Options and errors as of `load_published`.
-    """
+    """Build a `ViT` with `MixedRoPE` if the file has frequencies, otherwise with `AxialRoPE` of base 100."""
     source = Checkpoint(FAMILY, state, timm_vit.keys(state))
     learned = next((name for name in _FREQUENCIES if name in source), None)
     source.require(encoding in (None, "axial", "none"), f"encoding must be 'axial' or 'none', got {encoding!r}")
