@@ -19,7 +19,7 @@ LINES = {
     "src/torchrope/integrations": 6122,
     "lab/src": 27506,
     "tests": 23840,
-    "lab/tests": 22964,
+    "lab/tests": 22956,
     "benchmarks": 4500,
     "examples": 1000,
 }

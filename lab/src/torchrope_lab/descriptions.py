@@ -112,8 +112,7 @@ def description_of(part: str) -> Description:
 
 
 def _of_docstring(cls: type) -> Description:
-    """Read the first line of a docstring, "summary:  formula.", whose formula may be the second paragraph, and its
-    section References."""
+    """Read "summary:  formula." of a docstring, whose formula may be the second paragraph, and its References."""
     text = inspect.getdoc(cls) or ""
     first, second, *_ = (" ".join(paragraph.split("\n")) for paragraph in [*text.split("\n\n"), ""])
     summary, _, formula = first.removesuffix(":").partition(":  ")

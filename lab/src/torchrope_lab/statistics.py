@@ -399,15 +399,8 @@ def _student(freedom: Array, tail: float) -> Array:
 
 
 def _spread(by_seed: Array, squares: Array, products: Array, examples: int, compared: int) -> _Spread:
-    """Compute effective examples and degrees of freedom of means from sums that include the two added examples.
-
-    Args:
-        by_seed: Sums over examples, `(means, seeds)`.
-        squares: Sums of squares of all entries, `(means,)`.
-        products: Sums over examples of the squared sum over seeds, `(means,)`.
-        examples: Without the two added ones.
-        compared: Encodings, minus one, from which the variance between seeds is estimated; 1 for each mean separately.
-    """
+    """Compute effective examples and degrees of freedom of means from sums that include the two added examples."""
+    # by_seed: (means, seeds); squares of all entries, products: of sums over seeds, (means,); compared: encodings - 1
     seeds, held = by_seed.shape[1], examples + 2
     level = by_seed.sum(axis=1) ** 2 / (seeds * held)
     total = squares - level

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from miniatures import ade20k, encoded, index_mask, picture, png, segments, write
+from miniatures import MINIATURES, ade20k, encoded, index_mask, picture, png, segments, write
 from PIL import EpsImagePlugin, Image
+from torchvision.transforms import v2
 
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import AugmentConfig, data_config
@@ -63,17 +64,33 @@ def test_postscript_file_as_mask_runs_no_program(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("inner", ["", BASE])
-def test_validation_keeps_pixels_and_class_indices(tmp_path, inner):
+def test_maps_of_validation_have_the_files_indices_from_0(tmp_path, inner):
     data = load("ade20k", ade20k(tmp_path) / inner)
     assert data.counts == (5, 3)
-    for image, target in data._made_datasets()[1]:
-        file = data.root / target["name"]
-        indices = np.asarray(Image.open(str(file).replace("images", "annotations").replace(".jpg", ".png"))).astype(int)
+    for _, target in data._made_datasets()[1]:
+        file = str(data.root / target["name"])
+        indices = np.asarray(Image.open(file.replace("images", "annotations").replace(".jpg", ".png"))).astype(int)
         assert target["map"].tolist() == np.where(indices == 0, 255, indices - 1).tolist()
-        assert image.shape[1:] == indices.shape
-        pixels = np.asarray(Image.open(file), np.float32) / 255
-        expected = ((pixels - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]).transpose(2, 0, 1)
-        torch.testing.assert_close(image, torch.from_numpy(expected).float(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ade20k", "segments"])
+@pytest.mark.parametrize(  # with mmcv's rounding: 512 · 1024 / 768 = 682.7; at most 2048
+    ("file", "shown"), [((256, 256), (512, 512)), ((768, 1024), (512, 683)), ((800, 100), (2048, 256))]
+)
+def test_validation_resizes_images_to_a_shorter_side_of_512_and_keeps_maps(tmp_path, name, file, shown):
+    root = MINIATURES[name](tmp_path)
+    image, mask = (
+        next(root.glob(f"**/{folder}/val*/*1.{kind}")) for folder, kind in (("images", "jpg"), ("[am]*s", "png"))
+    )
+    pixels, indices = picture(*file, 1), index_mask(*file, 3, 1)
+    write(image, encoded(pixels, "PNG"))
+    write(mask, png(indices))
+    val = parts(name, root, size=512)[1]
+    found, target = next(val[at] for at, (path, _) in enumerate(val.samples) if path.endswith(image.name))
+    assert target["map"].shape == file
+    scaled = v2.functional.resize(torch.from_numpy(pixels), shown, antialias=True) / 255
+    expected = v2.functional.normalize(scaled, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+    torch.testing.assert_close(found, expected)
 
 
 def test_class_names_are_first_synonyms(tmp_path):
@@ -247,7 +264,7 @@ def test_image_is_rotated_by_exif_to_match_its_mask(tmp_path):
         (tmp_path / "images" / part).mkdir(parents=True)
         Image.fromarray(stored.transpose(1, 2, 0)).save(tmp_path / "images" / part / "a.jpg", exif=exif)
         write(tmp_path / "masks" / part / "a.png", png(upright))
-    image, target = parts("segments", tmp_path)[1][0]
+    image, target = parts("segments", tmp_path, size=20)[1][0]
     assert image.shape == (3, 30, 20)
     assert target["map"].shape == (30, 20)
 

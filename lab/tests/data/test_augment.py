@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from miniatures import MINIATURES, OPTIONS, noise
-from PIL import Image, ImageFilter
+from PIL import ImageFilter
 from torch.nn import functional
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as image_ops
@@ -16,7 +16,6 @@ from torchrope_lab.data import augment
 from torchrope_lab.data.augment import EpochSet
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import (
-    NAMES_DENSE,
     SETTINGS,
     AugmentConfig,
     data_config,
@@ -224,16 +223,6 @@ def test_random_crop_keeps_size_and_covers_its_share_of_area(share):
     assert len(corners.unique(dim=0)) > 20
 
 
-def test_resize_crop_matches_torchvision():
-    pixels = pictures_of(4, 30)
-    shown = augment.transform(pixels, AugmentConfig(resize_crop=1.1), draws(4))
-    resized = v2.functional.resize(pixels, [33])
-    for crop, whole in zip(shown, resized, strict=True):
-        places = [(y, x) for y in range(4) for x in range(4) if torch.equal(whole[:, y : y + 30, x : x + 30], crop)]
-        assert len(places) == 1
-    assert torch.equal(augment.transform(pixels, AugmentConfig(resize_crop=1), draws(4)), pixels)
-
-
 def test_crop_is_equal_for_all_frames_of_a_clip():
     clips = coordinates().unsqueeze(1).expand(8, -1, 3, -1, -1)
     for settings in ({"crop_scale": (0.2, 0.5)}, {"resize_crop": 1.5}):
@@ -252,34 +241,6 @@ def test_settings_of_a_data_set_are_some_of_all_and_survive_pickling(name: str) 
     assert type(stored.augment) is type(config).augmentation()
 
 
-PICTURES_AND_VIDEOS = [
-    pytest.param(name, marks=pytest.mark.slow if name == "ucf101" else [])
-    for name, kind in SETTINGS.items()
-    if kind.lattice and name not in ("volumes", "rsna", *NAMES_DENSE)
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PICTURES_AND_VIDEOS)
-def test_images_and_videos_are_cropped_reproducibly(tmp_path, name):
-    root = {"root": str(MINIATURES[name](tmp_path))} if name in MINIATURES else {}
-    options = {**OPTIONS.get(name, {}), **root, "train_size": 10, "val_size": 10, "batch_size": 4}
-
-    def first_batches(**augment) -> tuple[torch.Tensor, torch.Tensor]:
-        data = make_data(data_config(name, **options, augment=augment))
-        data.run_seed = 3
-        data.setup()
-        return next(iter(data.train_dataloader()))[0], next(iter(data.val_dataloader()))[0]
-
-    plain, validated = first_batches()
-    for settings in ({"crop_scale": (0.3, 0.6)}, {"resize_crop": 1.4}):
-        cropped, also_validated = first_batches(**settings)
-        assert plain.shape == cropped.shape
-        assert not torch.equal(plain, cropped)
-        assert torch.equal(cropped, first_batches(**settings)[0])
-        assert torch.equal(validated, also_validated), "validation is not cropped"
-
-
 def test_three_augment_applies_grey_solarise_or_blur():
     images = pictures_of(120, 16)
     changed = augment.transform(images, AugmentConfig(three_augment=True), draws(120))
@@ -289,19 +250,22 @@ def test_three_augment_applies_grey_solarise_or_blur():
     assert min(grey.sum(), solarised.sum(), blurred.sum()) > 20
     assert torch.equal(changed[grey], image_ops.rgb_to_grayscale(images[grey], 3))
     for before, after in zip(images[blurred], changed[blurred], strict=True):
-        blurs = [image_ops.gaussian_blur(before, [9, 9], [sigma]).int() for sigma in torch.arange(0.1, 2.05, 0.05)]
+        blurs = [image_ops.gaussian_blur(before, [13, 13], [sigma]).int() for sigma in torch.arange(0.1, 2.05, 0.05)]
         assert min((after - blur).abs().max() for blur in blurs) < 20
 
 
-def test_three_augment_blur_matches_pillow():
+@pytest.mark.parametrize("sigma", [0.1, 0.25, 0.5, 1.0, 2.0])
+def test_three_augment_blur_is_pillows_with_its_deviation(sigma):
     image = pictures_of(1, 24)[0]
-    for sigma in (1.0, 2.0):
-        blurred = augment.blur(image.unsqueeze(0), torch.tensor([sigma]))[0]
-        assert (blurred.int() - image_ops.gaussian_blur(image, [9, 9], [sigma]).int()).abs().max() <= 1
-        ours = blurred.permute(1, 2, 0).float()
-        picture = Image.fromarray(image.permute(1, 2, 0).numpy()).filter(ImageFilter.GaussianBlur(sigma))
-        inside = (ours - torch.from_numpy(np.array(picture)).float())[4:-4, 4:-4]
-        assert inside.abs().mean() < 1.5, "Pillow's, which DeiT-III used, is made of box filters"
+    blurred = augment.blur(image.unsqueeze(0), torch.tensor([sigma]))[0]
+    theirs = image_ops.to_pil_image(image).filter(ImageFilter.GaussianBlur(sigma))  # DeiT-III's
+    difference = blurred.int() - image_ops.pil_to_tensor(theirs).int()
+    assert difference[:, 6:-6, 6:-6].abs().max() <= 3, "Pillow rounds after every box"
+    line = torch.zeros(1, 1, 1, 31)
+    line[..., 15] = 1e6
+    spread = augment.blur(line, torch.tensor([sigma])).flatten()
+    variance = (spread * (torch.arange(31) - 15).square()).sum() / spread.sum()
+    assert variance.sqrt().item() == pytest.approx(sigma, abs=1e-3)
 
 
 def test_color_jitter_is_in_range_and_differs_by_example():
@@ -358,25 +322,6 @@ def test_erase_uses_one_box_and_new_noise_for_all_frames():
 # Mixing
 
 
-def mixed(count: int, **options) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    inputs = torch.arange(count, dtype=torch.float32).view(-1, 1, 1, 1).expand(-1, 3, 16, 16).clone()
-    labels = torch.arange(count)
-    return inputs, *augment.mix(
-        inputs.clone(), labels, count, AugmentConfig(**options), draws(count, options.get("s", 1))
-    )
-
-
-@pytest.mark.parametrize("options", [{"mixup": 0.8}, {"cutmix": 1.0}, {"mixup": 0.8, "cutmix": 1.0}])
-def test_mix_weights_labels_like_pixels(options):
-    inputs, out, labels = mixed(6, **options)
-    torch.testing.assert_close(labels.sum(1), torch.ones(6))
-    # A pixel's value is the number of its example, so the mean pixel is the label's mean.
-    torch.testing.assert_close(out.mean((1, 2, 3)), labels @ torch.arange(6.0))
-    assert not torch.equal(out, inputs)
-    if "mixup" not in options:
-        assert (out == out.round()).all(), "CutMix blends no pixels"
-
-
 def test_mix_draws_mixup_cutmix_or_none_per_batch():
     kinds = {"mixup": 0, "cutmix": 0, "none": 0}
     config = AugmentConfig(mixup=1.0, cutmix=1.0, mix_probability=0.5)
@@ -399,13 +344,14 @@ def test_mix_applies_with_its_probability(probability):
 
 
 @pytest.mark.parametrize("sizes", [(64,), (16, 16), (3, 16, 16), (2, 3, 16, 16)])
-@pytest.mark.parametrize("options", [{"mixup": 0.8}, {"cutmix": 1.0}])
-def test_mix_supports_any_number_of_axes(sizes, options):
+@pytest.mark.parametrize("options", [{"mixup": 0.8}, {"cutmix": 1.0}, {"mixup": 0.8, "cutmix": 1.0}])
+def test_mix_weights_labels_like_pixels_on_any_number_of_axes(sizes, options):
     inputs = torch.arange(4.0).view(-1, *[1] * (1 + len(sizes))).expand(-1, 3, *sizes)
     whole = 0
     for seed in range(20):
         out, labels = augment.mix(inputs.clone(), torch.arange(4), 4, AugmentConfig(**options), draws(4, seed))
         assert out.shape == inputs.shape
+        torch.testing.assert_close(labels.sum(1), torch.ones(4))
         torch.testing.assert_close(out.flatten(1).mean(1), labels @ torch.arange(4.0))
         assert torch.equal(out[:, :1].expand_as(out), out), "the same in all channels"
         assert "mixup" in options or (out == out.round()).all(), "CutMix blends nothing"

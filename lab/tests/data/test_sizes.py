@@ -187,21 +187,6 @@ def test_normalise_setting_selects_mean_and_std(tmp_path, name, normalise, mean,
     torch.testing.assert_close(val[0][0], expected)
 
 
-def test_comrope_transform_can_be_configured(root):
-    settings = {"flip": True, "resize_crop": 1.1}
-    data = load("images", root, size=32, augment=settings, normalise="half", batch_size=6)
-    inputs = next(iter(data.train_dataloader()))[0]
-    resized = [
-        v2.functional.pil_to_tensor(v2.functional.resize(Image.open(root / path), 35))  # 1.1 times the size
-        for path, _ in data._made_datasets()[0].samples
-    ]
-    pixels = ((inputs * 0.5 + 0.5) * 255).round()
-    for crop in pixels:
-        both = (crop, crop.flip(-1))
-        windows = [whole.unfold(1, 32, 1).unfold(2, 32, 1).movedim(0, 2).flatten(0, 1) for whole in resized]
-        assert any(bool((window == one).flatten(1).all(1).any()) for window in windows for one in both)
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -181,10 +181,10 @@ def test_published_cells_have_the_gains_printed_beside_them(number: int, gains: 
 class Knowing(nn.Module):
     """Predicts what is true of the images of some data, in their order, as well as asked, in pixels of what it sees."""
 
-    def __init__(self, data: Any, good: float = 1.0) -> None:
+    def __init__(self, data: Any, good: float = 1.0, scaled: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(()))
-        self.good = good
+        self.good, self.scaled = good, scaled
         self.examples = cycle(list(examples(data)))
 
     def predict(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
@@ -196,7 +196,8 @@ class Knowing(nn.Module):
         if "map" in target:
             logits = nn.functional.one_hot(target["map"] % 255, 11).permute(2, 0, 1).float()
             logits[:, : round((1 - self.good) * logits.shape[1])] = 0
-            found["logits"] = nn.functional.interpolate(logits[None], enlarged.shape[1:], mode="nearest")[0]
+            size = enlarged.shape[1:] if self.scaled else target["map"].shape
+            found["logits"] = nn.functional.interpolate(logits[None], size, mode="nearest")[0]
         if "boxes" in target:
             height, width = (here / there for here, there in zip(enlarged.shape[1:], image.shape[1:], strict=True))
             kept = round(self.good * len(target["labels"]))
@@ -207,7 +208,7 @@ class Knowing(nn.Module):
 
 
 class Photographs:
-    """Data of one image, with boxes and a map."""
+    """Data of one image, with boxes and a map of half its size."""
 
     name, title, tasks = "coco", "Photographs", ("segment", "detect")
     classes, map_classes = tuple("0123456789"), ("background", *"0123456789")
@@ -215,7 +216,7 @@ class Photographs:
     def __init__(self, height: int = 37, width: int = 51) -> None:
         truth = torch.zeros(height, width, dtype=torch.int64)
         truth[5:20, 10:30], truth[25:, :] = 3, 255
-        image = torch.randn(3, height, width, generator=torch.Generator().manual_seed(0))
+        image = torch.randn(3, 2 * height, 2 * width, generator=torch.Generator().manual_seed(0))
         boxes, labels = torch.tensor([[10.0, 5, 30, 20], [1, 1, 9, 30]]), torch.tensor([2, 7])
         crowd = torch.tensor([False, True])
         self.batch = [image], [{"map": truth, "boxes": boxes, "labels": labels, "crowd": crowd, "name": "a.jpg"}]
@@ -229,7 +230,7 @@ class Photographs:
 def test_prediction_of_an_enlarged_image_is_scaled_back(task: Any, zoom: float) -> None:
     data: Any = Photographs()
     [(image, target, found)] = predictions(Knowing(data), task, data, zoom)
-    assert image.shape == (3, 37, 51)
+    assert image.shape == (3, 74, 102)
     if task.name == "segment":
         assert found["map"].shape == (37, 51)
         assert (found["map"] == target["map"])[:25].float().mean() > 0.95
@@ -287,7 +288,7 @@ def faked(here: Lab, monkeypatch: pytest.MonkeyPatch, goods: dict[str, float]) -
     def train(runs: Any, measures: MeasuresOf) -> list[Trained]:
         trained = []
         for run in runs:
-            model = Knowing(here.data, goods[run.encoding])
+            model = Knowing(here.data, goods[run.encoding], scaled=False)
             task = {"upernet": SEGMENT, "dino": DETECT}[run.config.model.head]
             kept = evaluate(model, here.data, task=task)["sizes"][0]["records"]
             reached = whole(task.measure_of(kept), len(kept))

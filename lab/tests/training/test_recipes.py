@@ -3,10 +3,12 @@
 import math
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -14,6 +16,7 @@ import yaml
 from miniatures import MINIATURES
 from PIL import Image
 from torch import nn
+from torchvision import transforms
 from torchvision.transforms import v2
 from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
 
@@ -24,8 +27,10 @@ from torchrope.models.layers import DropPath
 from torchrope_lab import cli, recipes
 from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
+from torchrope_lab.data.clips import test_frames
 from torchrope_lab.data.config import NAMES_DENSE, DataConfig, data_config
 from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.videos import read_clips
 from torchrope_lab.studies.engine.published import cite, results_of
 from torchrope_lab.training.config import RunConfig, read_config
 from torchrope_lab.training.cost import count_flops
@@ -411,25 +416,82 @@ def test_stochastic_depth_schedule_equals_the_papers(name: str, rate: float, con
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 LIERE = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 BICUBIC = v2.InterpolationMode.BICUBIC
-VALIDATION = {  # crop, mean and deviation in lightning_data_image.py of LieRE, deit/datasets.py, Swin's data/build.py
-    "liere": (lambda size: [v2.CenterCrop(size), v2.Resize(size)], LIERE),
-    "rope-vit": (lambda size: [v2.Resize(size, BICUBIC), v2.CenterCrop(size)], IMAGENET),  # --eval-crop-ratio 1.0
-    "rope-swin": (lambda size: [v2.Resize(256 * size // 224, BICUBIC), v2.CenterCrop(size)], IMAGENET),
+HALF = (0.5,) * 3, (0.5,) * 3
+TRANSFORMS = {  # of training and validation, in LieRE's lightning_data_image.py, DeiT, Swin and ComRoPE's model.py
+    "liere": (lambda size: transforms.RandomResizedCrop(size), lambda size: (v2.CenterCrop(size), v2.Resize(size))),
+    "rope-vit": (lambda size: RandomBicubic(size), lambda size: (v2.Resize(size, BICUBIC), v2.CenterCrop(size))),
+    "rope-swin": (
+        lambda size: RandomBicubic(size),
+        lambda size: (v2.Resize(256 * size // 224, BICUBIC), v2.CenterCrop(size)),
+    ),
+    "comrope": (
+        lambda size: transforms.Compose([transforms.Resize(round(1.1 * size)), transforms.RandomCrop((size, size))]),
+        lambda size: (v2.Resize(round(1.1 * size)), v2.CenterCrop(size)),  # the same scale; theirs is not published
+    ),
 }
-OF_IMAGENET = [name for name in PAPERS if configuration(name).data.name == "imagenet" and "comrope" not in name]
+RandomBicubic = partial(transforms.RandomResizedCrop, interpolation=BICUBIC)
+STATISTICS = {"liere": LIERE, "comrope": HALF}
 
 
 @pytest.mark.parametrize("size", [224, 448])
-@pytest.mark.parametrize("name", OF_IMAGENET)
-def test_validation_images_are_those_of_the_authors_code(name: str, size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [name for name in PAPERS if configuration(name).data.name == "imagenet"])
+def test_images_are_those_of_the_authors_code(name: str, size: int, tmp_path: Path) -> None:
     picture = Image.effect_noise((400, 300), 99).convert("RGB")
     for place in ("train/a", "train/b", "val/a", "val/b"):
         (tmp_path / place).mkdir(parents=True)
         picture.save(tmp_path / place / "0.png")
     data = set_up(replace(configuration(name), data=replace(configuration(name).data, root=str(tmp_path), workers=0)))
-    crop, statistics = next(theirs for code, theirs in VALIDATION.items() if name.startswith(code))
-    theirs = v2.Compose([*crop(size), v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(*statistics)])
-    torch.testing.assert_close(data_at_size(data, (size, size))._made_datasets()[1][0][0], theirs(picture).data)
+    code = next(code for code in TRANSFORMS if name.startswith(code))
+    random, centre = (transform(size) for transform in TRANSFORMS[code])
+    normalise = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(*STATISTICS.get(code, IMAGENET))]
+    theirs = v2.Compose([*centre, v2.ToImage(), *normalise])
+    train, val = data_at_size(data, (size, size))._made_datasets()
+    torch.testing.assert_close(val[0][0], theirs(picture).data)
+    if size == data.input_size[0]:
+        crops = []
+        for crop in (train.view.transform, random):
+            torch.manual_seed(3)
+            crops.append(np.asarray(crop(picture)))
+        np.testing.assert_array_equal(*crops)
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio", "statistics"),
+    [("comrope-ucf101", 1.1, HALF), ("liere-ucf101", 1, IMAGENET), ("liere-ucf101-v1", 1, IMAGENET)],
+)
+def test_clips_are_those_of_the_authors_code(
+    name: str, ratio: float, statistics: Any, miniature_roots: dict[str, Path]
+) -> None:
+    config = miniature(name, miniature_roots)
+    data = set_up(replace(config, data=replace(config.data, size=24)))
+    val = data._made_datasets()[1]
+    (clip,) = read_clips(val.root / val.samples[0][0], lambda count: test_frames(count, 4, config.data.frame_stride, 1))
+    theirs = v2.Compose([v2.Resize(round(ratio * 24)), v2.CenterCrop(24), v2.ToDtype(torch.float32, scale=True)])
+    torch.testing.assert_close(val[0][0].movedim(1, 0), v2.functional.normalize(theirs(clip), *statistics))
+    assert name == "comrope-ucf101" or config.data.augment.randaugment == "timm:rand-m7-n4-mstd0.5-inc1"
+
+
+@pytest.mark.parametrize(
+    ("name", "redrawn"),
+    [
+        ("rope-vit-ade20k-upernet-vit-b", True),  # cat_max_ratio=0.75 of mmsegmentation
+        ("rope-vit-ade20k-mask2former-swin-s", False),  # SINGLE_CATEGORY_MAX_AREA: 1.0 of Mask2Former
+        ("rope-vit-ade20k-mask2former-swin-b", False),
+    ],
+)
+def test_crops_of_one_class_are_drawn_again_as_in_the_heads_code(name: str, redrawn: bool, tmp_path: Path) -> None:
+    config = configuration(name)
+    root = MINIATURES["ade20k"](tmp_path)
+    for mask in root.glob("**/annotations/training/*.png"):
+        indices = np.full_like(np.asarray(Image.open(mask)), 1)
+        indices[:, : indices.shape[1] // 3] = 2
+        Image.fromarray(indices).save(mask)
+    data = replace(config.data, root=str(root), size=24, workers=0, augment={"scale_jitter": (2.0, 2.0),
+        "max_class_share": config.data.augment.max_class_share})  # fmt: skip
+    train = set_up(replace(config, data=data))._made_datasets()[0]
+    shares = [(target["map"] == 1).float().mean() for seed in range(20) for _, target in train.of_epoch(seed)]
+    dominated = sum(not 0.25 < share < 0.75 for share in shares) / len(shares)
+    assert dominated < 0.2 if redrawn else dominated > 0.5
 
 
 def test_weight_init_equals_the_papers_code() -> None:
@@ -453,18 +515,15 @@ def test_first_version_shares_whole_head_generators(name: str) -> None:
     assert count(built(name, "liere")) - count(built(name, "none")) == 3 * 2016
 
 
-def test_shared_generators_have_the_first_versions_4032_parameters() -> None:
-    config = configuration("liere-cifar100-vit-b")
-    shared = replace(config.model, share_heads=True, share_layers=True)
+@pytest.mark.parametrize("name", ["liere-cifar100-vit-b", "liere-imagenet"])
+def test_first_version_in_two_dimensions_is_a_note_with_its_options(name: str, capsys: Any) -> None:
+    (options,) = re.findall(r"first version.*?: (--encoding.*?)\.$", "\n".join(recipes.find(name).notes), re.MULTILINE)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["train", "--recipe", name, *options.split(), "--print_config"])
+    config = read_config(yaml.safe_load(capsys.readouterr().out))
     with torch.device("meta"):
-        sizes = [count(build_model(encoding, shared, shape(config.data))) for encoding in ("none", "liere")]
+        sizes = [count(build_model(each, config.model, shape(config.data))) for each in ("none", config.encoding)]
     assert sizes[1] - sizes[0] == 4032  # liere-1, sections 4.2.1 and 5.3
-
-
-@pytest.mark.parametrize("name", ["comrope-imagenet", "comrope-ucf101", "comrope-finetune"])
-def test_comrope_recipes_have_the_authors_transform(name: str) -> None:
-    data = configuration(name).data
-    assert (data.augment.resize_crop, data.augment.crop_scale, data.normalise) == (1.1, None, "half")
 
 
 @pytest.mark.parametrize("name", ["comrope-imagenet", "comrope-ucf101", "comrope-finetune"])

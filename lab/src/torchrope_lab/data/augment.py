@@ -18,8 +18,8 @@ from torchrope_lab.data.randaugment import OPERATIONS, apply_by_kind, randaugmen
 from torchrope_lab.data.repeated import example_of
 
 SOLARISE_FROM = 128
-BLURRED_OVER, SIGMAS = 9, (0.1, 2.0)
-"""Pixels of the kernel, and range of the standard deviations, DeiT-III's."""
+SIGMAS = 0.1, 2.0
+"""Range of the standard deviations of blurs, DeiT-III's."""
 ATTEMPTS, AREAS, RATIOS = 10, (0.02, 0.33), (0.3, 3.3)
 """Of boxes that are erased: number of draws, range of areas, of an image, and of heights over widths."""
 
@@ -145,12 +145,16 @@ def solarise(images: Tensor, _: Tensor) -> Tensor:
 
 
 def blur(images: Tensor, sigmas: Tensor) -> Tensor:
-    """Convolve images `(n, channels, height, width)` with Gaussians of standard deviations `(n,)`, in pixels."""
-    half = BLURRED_OVER // 2
-    distances = torch.arange(-half, half + 1)
-    kernels = (-0.5 * (distances / sigmas[:, None]).square()).softmax(dim=1)  # (n, 9)
-    padded = functional.pad(images.float(), (half,) * 4, mode="reflect").flatten(0, 1)
-    kernels = kernels.repeat_interleave(images.shape[1], dim=0).unsqueeze(1)  # (n · channels, 1, 9)
+    """Blur images `(n, channels, height, width)` by standard deviations `(n,)`: three boxes per axis, as Pillow."""
+    variances = sigmas.square() / 3  # of a box, which has 2 whole + 1 equal weights, and smaller ones at its ends
+    whole = ((12 * variances + 1).sqrt() / 2 - 0.5).floor()
+    ends = (2 * whole + 1) * (whole * (whole + 1) - 3 * variances) / (6 * (variances - (whole + 1).square()))
+    boxes = (1 + (whole + ends)[:, None] - torch.arange(-2, 3).abs()).clamp(0, 1)  # (n, 5), for deviations below 2.4
+    kernels = boxes = boxes / boxes.sum(dim=1, keepdim=True)
+    for _ in range(2):  # (n, 9), (n, 13)
+        kernels = functional.conv1d(functional.pad(kernels, (4, 4)), boxes.unsqueeze(1), groups=len(boxes))
+    kernels = kernels.repeat_interleave(images.shape[1], dim=0).unsqueeze(1)  # (n · channels, 1, 13)
+    padded = functional.pad(images.float().flatten(0, 1), (6,) * 4, mode="replicate")
     across = functional.conv2d(padded, kernels.unsqueeze(2), groups=len(padded))
     return functional.conv2d(across, kernels.unsqueeze(3), groups=len(padded)).round_().view_as(images).to(images.dtype)
 

@@ -47,14 +47,7 @@ def random_crop(
     default_scale: tuple[float, float] = (1.0, 1.0),
     interpolation: InterpolationMode = InterpolationMode.BILINEAR,
 ) -> CropTransform:
-    """Crop at random by `resize_crop` or `crop_scale`, drawing from torch's global generator.
-
-    Args:
-        augment: The settings.
-        size: Pixels per side of the result.
-        default_scale: Default of `crop_scale`.
-        interpolation: Interpolation of the resize.
-    """
+    """Crop at random by `resize_crop` or `crop_scale`, drawing from torch's global generator."""
     if augment.resize_crop is not None:
         resized = round(augment.resize_crop * size)
         return CropTransform(size, v2.Compose([v2.Resize(resized, interpolation), v2.RandomCrop(size)]), resized)

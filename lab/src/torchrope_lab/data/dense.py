@@ -24,8 +24,8 @@ from torchrope_lab.mistakes import Mistake
 IGNORED = 255  # in a map: unlabelled
 MEAN = (0.485, 0.456, 0.406)  # of ImageNet, as in published pretrained backbones
 STD = (0.229, 0.224, 0.225)
-LARGEST_SHARE = 0.75  # of one class among the labelled pixels of a crop
 TRIES = 10
+LONGEST = 4  # times the shorter side, of validation images with maps
 
 Target = dict[str, Any]
 Example = tuple[Tensor, Target]
@@ -40,7 +40,7 @@ class DenseSet(Dataset, ABC):
     An image is float32 `(channels, height, width)`, normalised; sizes may differ. A target has those of these entries
     that the data provides:
 
-    * `map`: int64 `(height, width)`, the class of every pixel, 255 if unlabelled.
+    * `map`: int64 `(height, width)`, the class of every pixel, 255 if unlabelled; in validation as large as its file.
     * `boxes`: float32 `(objects, 4)`, left, top, right and bottom in pixels, from 0 to width and height.
     * `labels`: int64 `(objects,)`, the class of each object.
     * `crowd`: bool `(objects,)`, True for a crowd without separate instances.
@@ -180,14 +180,27 @@ def multi_scale(side: int, longest: int) -> list[Any]:
     return [crop, v2.RandomChoice([v2.Resize(round(side * pixels / 800), max_size=longest) for pixels in after])]
 
 
-def map_scale_jitter(scale: tuple[float, float], side: int) -> list[Any]:
+def map_scale_jitter(scale: tuple[float, float], side: int, largest_share: float) -> list[Any]:
     """Resize the shorter side to `side` times a random factor, and crop so that no class dominates.
 
     References:
-        mmsegmentation's pipeline for ADE20k, with factors from 0.5 to 2 and `cat_max_ratio=0.75`.
+        For ADE20k, factors from 0.5 to 2, mmsegmentation's `cat_max_ratio=0.75` and Mask2Former's
+        `SINGLE_CATEGORY_MAX_AREA: 1.0`.
     """
     low, high = (max(1, round(factor * side)) for factor in scale)
-    return [v2.RandomResize(low, high + 1), CropSeveralClasses(side)]
+    crop = Crop(side) if largest_share == 1 else CropSeveralClasses(side, largest_share)
+    return [v2.RandomResize(low, high + 1), crop]
+
+
+def fit(side: int, image: Tensor, target: Target) -> Example:
+    """Resize an image, but not its map, to a shorter side of `side`, less where the longer would be above 4 · `side`.
+
+    References:
+        Tests on ADE20k at 512: mmsegmentation's `img_scale=(2048, 512)`, Mask2Former's MIN_SIZE_TEST and MAX_SIZE_TEST.
+    """
+    shorter, longer = sorted(image.shape[-2:])
+    scale = min(side / shorter, LONGEST * side / longer)
+    return image_ops.resize(image, [max(1, int(scale * length + 0.5)) for length in image.shape[-2:]]), target
 
 
 def flip_and_colours(augment: AugmentConfig) -> list[Any]:
@@ -243,21 +256,22 @@ class Crop(v2.Transform):
 
 
 class CropSeveralClasses(Crop):
-    """Draw up to ten crops; take the first where no class has 3/4 of the labelled pixels or more, else the last."""
+    """Draw up to ten crops; take the first where no class has `share` of the labelled pixels or more, else the last."""
+
+    def __init__(self, side: int, share: float) -> None:
+        super().__init__(side)
+        self.share = share
 
     def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
         """Draw the position."""
         (classes,) = (part for part in flat_inputs if isinstance(part, tv_tensors.Mask))
         for _ in range(TRIES):
             params = super().make_params(flat_inputs)
-            if _has_several(image_ops.crop(classes.as_subclass(Tensor), **params)):
+            cropped = image_ops.crop(classes.as_subclass(Tensor), **params)
+            counts = cropped.flatten().int().bincount(minlength=IGNORED + 1)[:IGNORED]
+            if bool(counts.max() < self.share * counts.sum()):
                 break
         return params
-
-
-def _has_several(classes: Tensor) -> bool:
-    counts = classes.flatten().int().bincount(minlength=IGNORED + 1)[:IGNORED]
-    return bool(counts.max() < LARGEST_SHARE * counts.sum())
 
 
 def hold_out_images(listed: Sequence[Listed], split_seed: int) -> tuple[list[Listed], list[Listed]]:

@@ -65,7 +65,6 @@ class HubImages(CroppedImages):
     """
 
     crop_scale = ImageNet.crop_scale
-    interpolation = ImageNet.interpolation
 
     config: HubConfig
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset, Sampler
 from torchvision.datasets.folder import IMG_EXTENSIONS
-from torchvision.transforms import InterpolationMode
 
 from torchrope_lab.data.config import ImageNetConfig
 from torchrope_lab.data.faults import name_some, warn_skipped
@@ -51,7 +50,6 @@ class ImageNet(CroppedImages):
     name = "imagenet"
     title = "ImageNet"
     crop_scale = (0.08, 1.0)
-    interpolation = InterpolationMode.BICUBIC
 
     def __init__(self, config: ImageNetConfig) -> None:
         super().__init__(config)

@@ -116,13 +116,11 @@ class CroppedImages(DataModule):
 
     Attributes:
         crop_scale: Default range of the area of training crops.
-        interpolation: Resampling filter of crops.
     """
 
     axes = ("height", "width")
     in_channels = 3
     crop_scale = CROP_SCALE
-    interpolation = InterpolationMode.BILINEAR
 
     config: ImagesConfig
     root: Path
@@ -131,6 +129,7 @@ class CroppedImages(DataModule):
         super().__init__(config)
         self.input_size = (config.size, config.size)
         self.other_sizes = "cropped" if config.crop_ratio == NATIVE else "read"
+        self.interpolation = InterpolationMode(config.interpolation)
 
     def at_size(self: Module, size: int) -> Module:
         """Return the validation images, read again and cropped to another size."""
@@ -267,13 +266,7 @@ def find_classes(root: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
 
 
 def check_parts(root: Path, names: Sequence[str], *, with_folders: bool = True) -> None:
-    """Raise ValueError if all sub-folders have names of parts of a data set, but not train and val.
-
-    Args:
-        root: The folder, for the message.
-        names: Its sub-folders.
-        with_folders: Whether a part must have sub-folders; others may be classes.
-    """
+    """Raise ValueError if all sub-folders are called as parts, but not train and val; those without may be classes."""
     if {*PARTS} <= {*names} or {*names} <= {*PARTS} or not {name.lower() for name in names} <= NAMES_OF_PARTS:
         return
     if not with_folders or all(subfolders(root / name) for name in names):

@@ -20,6 +20,7 @@ from torchrope_lab.data.dense import (
     Example,
     FileSet,
     compose,
+    fit,
     flip_and_colours,
     hold_out_images,
     map_scale_jitter,
@@ -82,11 +83,11 @@ class MapModule(DenseModule):
         warn_skipped(faults, len(train) + len(val) + len(faults), config.max_skipped, "images and masks")
         train = select_some(train, config.train_size, config.split_seed, "train_size")
         val = select_some(val, config.val_size, config.split_seed, "val_size")
-        jitter = map_scale_jitter(augment.scale_jitter or SCALE_JITTER, config.size)
+        jitter = map_scale_jitter(augment.scale_jitter or SCALE_JITTER, config.size, augment.max_class_share)
         read = partial(load_pair, self.root, len(self.map_classes), self.first)
         return (
             FileSet(train, partial(read, train), compose([*jitter, *flip_and_colours(augment)]), config.max_skipped),
-            FileSet(val, partial(read, val), None, config.max_skipped),
+            FileSet(val, partial(read, val), partial(fit, config.size), config.max_skipped),
         )
 
 

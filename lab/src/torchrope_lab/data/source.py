@@ -215,10 +215,7 @@ class PointSource(UserData, TokensModule):
         return train, val
 
     def _example(self, part: str, index: int, label: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return tokens and positions of an example, which must be as wide as those of the first one.
-
-        If `label` is given, the example must have it.
-        """
+        """Return tokens and positions of an example, which must be as wide as the first one's, and have `label`."""
         example = self.returned[part][index]
         whole = isinstance(example, tuple | list) and len(example) == 3
         pair: Any = example[:2] if whole else (None, None)

@@ -123,14 +123,7 @@ class FixedClips:
 
 
 class ClipSet(StreamedSet):
-    """Clips of videos, decoded on access.
-
-    Args:
-        root: Folder that the paths are relative to.
-        samples: (path below root, label) of every video.
-        read: Reads the clips of a video.
-        max_skipped: Maximum number of unreadable videos.
-    """
+    """Clips of videos, decoded on access; `samples` are (path below root, label), `read` reads the clips of a path."""
 
     def __init__(self, root: Path, samples: Sequence[Sample], read: ReadClips, max_skipped: int) -> None:
         super().__init__(samples, max_skipped, "videos")

@@ -186,10 +186,7 @@ def distances(lattice: Sequence[int]) -> Tensor:
 
 
 def _examples(model: ViT, batches: Iterable[Sequence[Tensor]], step: int, size: Size) -> Iterator[tuple[Tensor, ...]]:
-    """Yield batches of every step-th input, small enough for their scores.
-
-    A batch is the inputs, and their voxel spacings if the data contain these.
-    """
+    """Yield batches of every step-th input, small enough for their scores, with voxel spacings if the data have any."""
     tokens = model.num_prefix + math.prod(model.embed.lattice(size))
     heads = max(module.num_heads for module in model.modules() if isinstance(module, Attention))
     at_once = max(1, SCORES // (tokens**2 * heads))

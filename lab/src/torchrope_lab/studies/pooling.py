@@ -7,7 +7,7 @@ find = OneFactor(
     levels={"class token": {"model": {"pool": "cls"}}, "mean": {"model": {"pool": "mean"}}},
     sections=[
         AgainstLevel("Mean compared with class token", "class token"),
-        Accuracy(),
+        Accuracy("The mean is over the patches of a model without class token; LieRE's code averages that token too."),
     ],
     claim="mean pooling instead of a class token",
     backbones=("vit",),

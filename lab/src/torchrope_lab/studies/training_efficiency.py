@@ -56,11 +56,9 @@ def _sections(results: Results) -> Section:
 
 
 def _reach(groups: Mapping[str, Sequence[Trained]], reference: str) -> dict[str, Reach]:
-    """Estimate the epoch at which each mean curve first reaches the reference's final top-1.
-
-    Every draw is over seeds and validation examples. Predictions are stored only for the last epoch of a run: the
-    change of its top-1 by a draw of examples is applied to all epochs, scaled by their standard errors.
-    """
+    """Estimate the epoch at which each mean curve first reaches the reference's final top-1."""
+    # Predictions are stored for the last epoch only: the change of its top-1 by a draw of examples is applied to all
+    # epochs, scaled by their standard errors.
     rights = [correct(runs).mean(axis=0) for runs in groups.values()]
     curves, drawn = {}, {}
     for (name, runs), right, means in zip(groups.items(), rights, drawn_means(rights).T, strict=True):

@@ -42,7 +42,7 @@ class Task:
         about: Definition of the measure, in a sentence.
         shown: Explanation of its pictures, in a sentence.
         truth: Maps a target to the ground truth in the form of a prediction.
-        in_image: Converts the prediction for an enlarged image to pixels of the original, from both images.
+        in_image: Converts the prediction for an enlarged image to pixels of the target, from image and target.
         record: Computes the statistics of a prediction and its target that are stored.
         measure_of: Maps the records of all images to a function of their weights that computes the measure.
         overlay: Draws a prediction, or the ground truth, over an image of the data.
@@ -57,7 +57,7 @@ class Task:
     about: str
     shown: str
     truth: Callable[[Target], Prediction]
-    in_image: Callable[[Prediction, Tensor, Tensor], Prediction]
+    in_image: Callable[[Prediction, Tensor, Tensor, Target], Prediction]
     record: Callable[[Prediction, Target], Record]
     measure_of: Callable[[Sequence[Record]], Measure]
     overlay: Callable[[Prediction, Tensor, DataModule], Overlay]
@@ -92,9 +92,9 @@ def _true_map(target: Target) -> Prediction:
     return {"map": target["map"]}
 
 
-def _map_in_image(prediction: Prediction, enlarged: Tensor, image: Tensor) -> Prediction:
+def _map_in_image(prediction: Prediction, enlarged: Tensor, image: Tensor, target: Target) -> Prediction:
     """Return the most probable class of each pixel, from resampled logits."""
-    return {"map": resized(prediction["logits"], image.shape[1:]).argmax(dim=0).cpu()}
+    return {"map": resized(prediction["logits"], target["map"].shape).argmax(dim=0).cpu()}
 
 
 def _map_overlay(found: Prediction, image: Tensor, data: DataModule) -> Overlay:
@@ -110,7 +110,7 @@ def _true_boxes(target: Target) -> Prediction:
     return {"boxes": target["boxes"][one], "labels": labels[one], "scores": torch.ones(int(one.sum()))}
 
 
-def _boxes_in_image(prediction: Prediction, enlarged: Tensor, image: Tensor) -> Prediction:
+def _boxes_in_image(prediction: Prediction, enlarged: Tensor, image: Tensor, target: Target) -> Prediction:
     """Scale boxes back."""
     height, width = (large / side for large, side in zip(enlarged.shape[1:], image.shape[1:], strict=True))
     here = {name: prediction[name].cpu() for name in ("boxes", "labels", "scores")}
@@ -176,7 +176,7 @@ def predictions(model: Any, task: Task, data: DataModule, zoom: float) -> Iterat
         enlarged = [resized(image.to(device), size, antialias=True) for image, size in zip(images, sizes, strict=True)]
         predicted = model.predict(enlarged)
         for image, target, large, prediction in zip(images, targets, enlarged, predicted, strict=True):
-            yield image, target, task.in_image(prediction, large, image)
+            yield image, target, task.in_image(prediction, large, image, target)
 
 
 def examples(data: DataModule) -> Iterator[tuple[Tensor, Target]]:

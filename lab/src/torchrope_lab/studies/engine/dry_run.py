@@ -52,10 +52,7 @@ def print_plan(lab: "Lab", jobs: Sequence[Job], unfinished: Sequence[Job], work:
 
 
 def _seconds_left(lab: "Lab", jobs: Sequence[Job], unfinished: Sequence[Job], work: Workload) -> float | None:
-    """Estimate the time from the epochs of earlier starts, or else from a few training steps of each kind of run.
-
-    None on a cluster without earlier epochs, whose machines are others, and for dense tasks.
-    """
+    """Estimate the time from earlier epochs, or a few steps of each kind of run; None on a cluster, for dense tasks."""
     if not unfinished:
         return 0.0
     begun = [(job.run, lab.store.epochs(job.run)) for job in unfinished]
