@@ -23,8 +23,6 @@ from torchrope_lab.conclusion import Conclusion
 from torchrope_lab.data.config import VolumesConfig, options
 from torchrope_lab.files import read_curve
 from torchrope_lab.results import Row, StudyResult, Table
-from torchrope_lab.studies import compare
-from torchrope_lab.studies.compare_findings import findings
 from torchrope_lab.training.config import ExecutionConfig, RunConfig
 from torchrope_lab.training.run import train
 
@@ -164,7 +162,10 @@ def test_interrupted_comparison_reports_its_finished_runs(
             raise KeyboardInterrupt
         return train(*arguments, **settings)
 
-    monkeypatch.setattr(compare, "findings", lambda results: written.append(len(results.measured)) or findings(results))
+    from torchrope_lab.studies import compare  # here, as another order of imports changes how Lightning's types read 1
+
+    find = compare.findings
+    monkeypatch.setattr(compare, "findings", lambda results: written.append(len(results.measured)) or find(results))
     with monkeypatch.context() as stopping:
         stopping.setattr("torchrope_lab.studies.engine.runs.train", stop)
         assert run(*command)[0] == 130

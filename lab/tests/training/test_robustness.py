@@ -34,7 +34,6 @@ from torchrope_lab.data.digits import Digits
 from torchrope_lab.data.faults import TooManyFaults
 from torchrope_lab.studies import compare
 from torchrope_lab.studies.engine import runs
-from torchrope_lab.studies.engine.runs import Run
 from torchrope_lab.training import evaluate, watch
 from torchrope_lab.training.classifier import Classifier
 from torchrope_lab.training.config import MAY_CHANGE, ExecutionConfig, ModelConfig, OptimConfig, RunConfig
@@ -759,7 +758,7 @@ def test_settings_that_change_no_number_are_the_same_for_runs_and_resumed_folder
     for name, value in CHANGES.items():
         part, setting = name.split(".")
         other = replace(config, **{part: replace(getattr(config, part), **{setting: value})})
-        assert Run(other).key == Run(config).key, name
+        assert runs.Run(other).key == runs.Run(config).key, name
 
 
 @pytest.mark.parametrize("finished", [True, False])
