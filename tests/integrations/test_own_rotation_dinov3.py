@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from rotating import DINOV3, dinov3, error, learned
+from rotating import dinov3, error, learned
 
 import torchrope as tr
 
@@ -36,10 +35,3 @@ def test_dinov3_moves_its_positions_in_training_and_is_saved(tmp_path: Path) -> 
     again = tr.load(tmp_path, into=dinov3(pos_embed_rescale=2.0, pos_embed_shift=0.1))
     assert torch.equal(again(x).last_hidden_state, expected)
     assert again.rotary.lattices == model.rotary.lattices
-
-
-def test_model_without_memory_has_no_frequencies_to_go_on_from() -> None:
-    with torch.device("meta"):
-        model = transformers.DINOv3ViTModel(transformers.DINOv3ViTConfig(**DINOV3))
-    with pytest.raises(ValueError, match=r"^init=.model. reads .* frequencies, got a model on the meta device"):
-        tr.swap(model, "mixed")

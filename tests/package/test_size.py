@@ -18,7 +18,7 @@ LINES = {
     "src/torchrope/ops": 6713,
     "src/torchrope/integrations": 6122,
     "lab/src": 27506,
-    "tests": 23840,
+    "tests": 23833,
     "lab/tests": 22956,
     "benchmarks": 4500,
     "examples": 1000,
