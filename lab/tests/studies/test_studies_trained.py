@@ -532,6 +532,6 @@ def test_effects_are_paired_and_corrected_over_all_changes_at_a_size() -> None:
     assert effects[size]["liere", "perturbation"].high < 0
     assert effects[size]["axial", "perturbation"].low < 0 < effects[size]["axial", "perturbation"].high
     sizes = resolution.Sizes((size,), size, 0)
-    said = resolution._answer(results, effects, sizes, seeds=2)
+    said = resolution._answer(results, effects, sizes, resolution.concluded(resolution._unchanged(answers), 0.1), 2)
     assert "not significantly different from liere and mixed; 1 of 3 changes significantly help" in said
     assert ", most perturbation for mixed." in said
