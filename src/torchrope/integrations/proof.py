@@ -72,16 +72,16 @@ def _difference(
     vars(rotation)["encode"] = encode
     running.rotation = running.other = rotation
     try:
-        came = _first(layer.forward(**inputs))
+        outputs = _first(layer.forward(**inputs))
     except (ValueError, RuntimeError) as error:
         return str(error)
     finally:
         running.rotation = running.other = None
     if not calls:
         return "its forward does not rotate them"
-    if came.is_meta or type(came) is not Tensor:
+    if outputs.is_meta or type(outputs) is not Tensor:
         return None
-    differs = (came - expected).abs().max() > torch.finfo(came.dtype).eps ** 0.5 * expected.abs().max()
+    differs = (outputs - expected).abs().max() > torch.finfo(outputs.dtype).eps ** 0.5 * expected.abs().max()
     return "its outputs change if all tokens rotate alike" if differs else None
 
 
