@@ -435,17 +435,11 @@ def test_bad_configuration_file_is_reported_in_one_line(command: str, content: b
 
 
 DAMAGED = ["config.yaml", "runs/costs.json", "runs/*/result.json", "runs/*/measures/*.json"]
+OTHERS = ('{"none": 1, "shuffled": "1", "sizes": 7}', "{}", "[1]")
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-@pytest.mark.parametrize(
-    "content",
-    [
-        "{{{:",
-        '{"none": 1, "shuffled": "1", "sizes": 7}',
-        *(pytest.param(text, marks=pytest.mark.slow) for text in ("{}", "[1]")),
-    ],
-)
+@pytest.mark.parametrize("content", ["{{{:", *(pytest.param(text, marks=pytest.mark.slow) for text in OTHERS)])
 def test_damaged_file_of_a_comparison_is_named_in_one_line(name: str, content: str, compared: Path, run: Run) -> None:
     [file] = compared.glob(name)
     file.write_text(content)
@@ -605,17 +599,7 @@ def test_help_of_compare_names_every_encoding_and_the_defaults_of_the_data(
         main(["compare", "--data", "motion", "--help"])
     printed = capsys.readouterr().out
     assert ended.value.code == 0
-    for name in (
-        "none",
-        "learned",
-        "sinusoidal",
-        "axial",
-        "mixed",
-        "liere",
-        "comrope-ap",
-        "comrope-ld",
-        "liere:8",
-    ):
+    for name in ("none", "learned", "sinusoidal", "axial", "mixed", "liere", "comrope-ap", "comrope-ld", "liere:8"):
         assert name in printed
     assert "default: [1, 4, 4]" in printed
     assert "default config" not in printed

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from torchrope import files
 from torchrope.files import write_whole
 
 WRITER = """
-import os, sys
+import os, runpy, sys
 from pathlib import Path
-from torchrope.files import write_whole
+write_whole = runpy.run_path(sys.argv[3])["write_whole"]  # without torch, whose import takes seconds
 def stop(_):
     print("written", flush=True)
     sys.stdin.readline()
@@ -26,7 +27,7 @@ write_whole(Path(sys.argv[1]), sys.argv[2])
 
 def stopped_writer(path: Path, content: str) -> "subprocess.Popen[str]":
     """Start a process that has written a temporary file and waits for input before it replaces the old one."""
-    command = [sys.executable, "-c", WRITER, str(path), content]
+    command = [sys.executable, "-c", WRITER, str(path), content, files.__file__]
     writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
     assert writer.stdout.readline() == "written\n"

@@ -140,6 +140,7 @@ def test_one_graph_for_images_of_any_size() -> None:
     assert graphs(Own("mixed"), 8, SIZES[:4]) == 1
 
 
+@pytest.mark.slow
 def test_one_program_for_images_of_any_size() -> None:
     check_export(ours("mixed"), 8)
 

@@ -94,6 +94,7 @@ def test_section_has_as_many_lines_as_it_says(title: str, pattern: str) -> None:
     assert [count for count in lines_of(section(title)) if count] == said
 
 
+@pytest.mark.slow
 def test_added_encoding_has_all_properties(sources: Path) -> None:
     code = """
 from functools import partial

@@ -125,7 +125,7 @@ def test_gradient_checkpointing(family: Family, reentrant: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@each_family()
+@each_family(first=("timm eva02", "transformers, text llama"))
 def test_compiled(family: Family) -> None:
     model, (x, *_) = swapped(family)
     expected = family.call(model, x)

@@ -108,6 +108,7 @@ def _set_bias(attention: torch.nn.Module, values: torch.Tensor) -> None:
         attention.relative_position_bias_table[index] = values.permute(1, 2, 0)
 
 
+@pytest.mark.slow
 def test_published_tiny_weights_equal_timm() -> None:
     theirs = timm.create_model("swin_tiny_patch4_window7_224").eval()
     with torch.no_grad():

@@ -122,9 +122,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     return seen
 
 
-ONE_TARGET = {"planes-b8": "sm_90", "planar-bf16": "gfx942"} | dict.fromkeys(
-    ("block-products-bf16-b8", "block-sums-fp32-b8", "skew-exp-b8"), "sm_80"
-)
+ONE_TARGET = {"planes-b8": "sm_90", "planar-bf16": "gfx942", "block-products-bf16-b8": "sm_80"}
 COMPILED = [
     pytest.param(name, target, marks=() if ONE_TARGET.get(name) == target else pytest.mark.slow)
     for name in FAMILIES

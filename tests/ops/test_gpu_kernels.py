@@ -18,13 +18,9 @@ CALLS = Path(__file__).with_name("gpu_calls.py")
 FEW = ("test_planes_of_blocks_of_any_rank[2]", "test_skew_exp[b2-0.3]", "test_skew_exp_of_zero", "test_basis[b8-zero]")
 
 
-def test_public_calls_equal_the_reference_and_stay_inside_their_tensors() -> None:
-    run(CALLS, "-m", "not slow", interpreted=True)
-
-
 @pytest.mark.slow
-def test_more_public_calls_equal_the_reference_and_stay_inside_their_tensors() -> None:
-    run(CALLS, "-m", "slow", interpreted=True)
+def test_public_calls_equal_the_reference_and_stay_inside_their_tensors() -> None:
+    run(CALLS, interpreted=True)
 
 
 @pytest.mark.slow

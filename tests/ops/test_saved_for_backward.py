@@ -93,7 +93,7 @@ def test_a_rotated_slice_is_assigned_in_place(kind: str, backend: str, compiled:
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize("kind", ["mixed", "liere:8", "comrope-ld:4"])
+@pytest.mark.parametrize("kind", ["mixed", "comrope-ld:4", pytest.param("liere:8", marks=pytest.mark.slow)])
 def test_second_derivatives_of_fixed_rotations(kind: str) -> None:
     q = torch.randn(1, 2, 13, 16, dtype=torch.float64, requires_grad=True)
     with tr.backend("reference"):

@@ -56,7 +56,7 @@ def degenerate_matrices(b: int) -> Tensor:
     return torch.stack([x - x.mT for x in (zero, plane, half, equal, graded)])
 
 
-@pytest.mark.parametrize("b", [9, 10, 16, 31, 33, 64, 128])
+@pytest.mark.parametrize("b", [9, 10, 16, 31, 33, 64, pytest.param(128, marks=pytest.mark.slow)])
 def test_large_blocks_are_accurate_at_any_norm(b: int) -> None:
     """Angles of blocks of more than 8 are computed in double, whatever their planes."""
     for norm in (1e-30, 1e-3, 1.0, 100.0, 1e4, 1e6):
@@ -247,7 +247,9 @@ def directions(axes: int) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize(("axes", "b"), [(1, 16), (2, 9), (2, 32), (3, 16), (4, 10)])
+@pytest.mark.parametrize(
+    ("axes", "b"), [(1, 16), (2, 9), pytest.param(2, 32, marks=pytest.mark.slow), (3, 16), (4, 10)]
+)
 def test_tokens_at_multiples_of_one_position_are_as_accurate_as_others(axes: int, b: int) -> None:
     """Exponents of large blocks share a decomposition along each direction, at any scale of positions."""
     for name, unit in directions(axes).items():

@@ -79,9 +79,5 @@ def test_users_program_passes_pyright(program: Path) -> None:
     assert "reportAssignmentType" in check(command, program).stdout
 
 
-def test_names_are_there_with_torch_alone() -> None:
-    others = "{'timm', 'transformers', 'diffusers', 'safetensors', 'torchvision', 'triton'}"
-    script = f"import sys, torchrope; print({others} & {{*sys.modules}})"
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert ran.stdout == "set()\n"
+def test_names_are_there() -> None:
     assert {"__version__", "testing", "rotate", "LieRE", "swap"} <= {*torchrope.__all__} <= {*dir(torchrope)}

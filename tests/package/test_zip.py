@@ -6,6 +6,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 SOURCE = Path(__file__).parents[2] / "src"
 PROGRAM = """
 import os, pwd
@@ -24,6 +26,7 @@ assert tr.rotate(q, q, encoding(tr.grid(3, 3)))[0].shape == q.shape
 """
 
 
+@pytest.mark.slow
 def test_library_runs_from_a_zip_and_without_a_home(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "library.zip", "w") as file:
         for path in SOURCE.glob("torchrope/**/*.py"):

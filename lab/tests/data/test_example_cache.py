@@ -87,7 +87,7 @@ def test_files_are_decoded_in_the_first_epoch_only(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize("content", [b"", b"damaged", b"\xff" * 4096, None])
-@pytest.mark.parametrize("name", ["rsna", "videos"])
+@pytest.mark.parametrize("name", ["rsna", pytest.param("videos", marks=pytest.mark.slow)])
 def test_damaged_file_of_the_cache_is_replaced(tmp_path, stored, monkeypatch, name, content):
     root = KINDS[name](tmp_path / "data")
     expected = epochs(load(name, root), 1)
@@ -156,6 +156,7 @@ def test_long_videos_are_not_decoded_as_a_whole(tmp_path, monkeypatch):
     assert set(asked) == {2}
 
 
+@pytest.mark.slow
 def test_video_with_one_damaged_frame_gives_the_same_clips_with_the_cache(tmp_path):
     root = video_folder(tmp_path / "data", 4)
     for path in root.rglob("*.mp4"):
@@ -205,7 +206,9 @@ READS = {  # data whose files are read before training, the function that reads 
 }
 
 
-@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize(
+    "name", ["images", "segments", *(pytest.param(name, marks=pytest.mark.slow) for name in ("videos", "rsna"))]
+)
 def test_files_are_checked_once_and_again_where_one_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

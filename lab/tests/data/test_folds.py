@@ -39,7 +39,7 @@ def labels(part: Any) -> list[int]:
     return [label for _, label in part.samples] if hasattr(part, "samples") else part.labels.tolist()
 
 
-SOURCES = ("digits", "images", "cifar10", "videos", "volumes", "points")
+SOURCES = ("digits", "images", "cifar10", pytest.param("videos", marks=pytest.mark.slow), "volumes", "points")
 
 
 @pytest.mark.parametrize("name", SOURCES)

@@ -232,7 +232,7 @@ def test_shards_are_read_by_name(tmp_path: Path) -> None:
         load("webdataset:https://example.org/{0..9}.tar")
 
 
-@pytest.mark.parametrize("kind", ["hf", "webdataset"])
+@pytest.mark.parametrize("kind", [pytest.param("hf", marks=pytest.mark.slow), "webdataset"])
 def test_comparison_on_a_folder_ends_with_results(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "a folder" / "pets"
     make = {"hf": saved, "webdataset": imagenet_shards}[kind]

@@ -55,7 +55,7 @@ def test_draw_at_larger_size_averages_to_the_smaller(by_character):
     assert not torch.equal(fine, coarse.repeat_interleave(4, 0).repeat_interleave(4, 1))
 
 
-@pytest.mark.parametrize("class_of", [sources.radical_of, sources.layout_of])
+@pytest.mark.parametrize("class_of", [sources.radical_of, pytest.param(sources.layout_of, marks=pytest.mark.slow)])
 def test_characters_are_in_one_part_and_classes_in_both(class_of):
     characters, labels, classes = sources.characters_by(class_of)
     train, val = sources.split(labels, 0)

@@ -291,6 +291,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.slow
 def test_loading_processes_survive_a_signal_to_the_group_while_they_start() -> None:
     loaded = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True)
     assert (loaded.returncode, loaded.stdout) == (0, "[[0, 1], [2, 3]]\n"), loaded.stderr

@@ -199,6 +199,7 @@ def is_blank(images: Tensor) -> Tensor:
     return (images.flatten(2).amax(2) == images.flatten(2).amin(2)).all(1)
 
 
+@pytest.mark.slow
 def test_lieres_randaugment_leaves_22_percent_of_small_images_blank() -> None:
     count = 4000  # the standard error of a share of 0.22 is 0.0065
     images = photographs(count)
@@ -234,6 +235,7 @@ def quantiles(images: Tensor) -> Tensor:
     return torch.cat([values.mean(1).quantile(at), values.std(1).quantile(at)])
 
 
+@pytest.mark.slow
 def test_timms_policy_has_timms_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     count = 3000  # standard errors: 0.013 operations, 0.008 of the share unchanged
     images = photographs(count)

@@ -75,7 +75,7 @@ def test_at_size_matches_torchvision_on_the_files(root, name, interpolation, usu
     assert data.other_sizes == ("read" if resized else "cropped")
 
 
-@pytest.mark.parametrize("name", ["images", "imagenet", "webdataset:{}"])
+@pytest.mark.parametrize("name", ["images", pytest.param("imagenet", marks=pytest.mark.slow), "webdataset:{}"])
 def test_native_crops_show_more_of_a_picture_at_larger_sizes(tmp_path, name):
     rows, columns = np.mgrid[:375, :500]
     numbered = np.stack([columns % 256, rows % 256, 16 + columns // 256 + 2 * (rows // 256)], -1).astype(np.uint8)

@@ -404,7 +404,7 @@ def test_run_on_tokens_has_the_recipe_of_points_and_is_evaluated(
     assert main(["evaluate", "whole", "--allow=own_data", "--json"]) == 0, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["waves", "walks"])
+@pytest.mark.parametrize("name", [pytest.param("waves", marks=pytest.mark.slow), "walks"])
 def test_source_of_the_documentation_trains_as_printed(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -133,6 +133,7 @@ def test_costs_of_another_machine_or_torch_are_measured_again(compared: Path) ->
     assert json.loads(file.read_text())["machine"] == machine()
 
 
+@pytest.mark.slow
 def test_costs_are_measured_in_the_precision_of_the_runs(tmp_path: Path) -> None:
     run(small(tmp_path, encodings=["none"], run=ExecutionConfig(on_nan="ignore", precision="bf16")))
     file = tmp_path / "runs" / "costs.json"

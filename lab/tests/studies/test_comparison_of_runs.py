@@ -111,6 +111,7 @@ def test_a_different_loss_or_prediction_is_another_function(change: str) -> None
     assert compare_runs([*found, *copies]).same == {}
 
 
+@pytest.mark.slow
 def test_runs_of_axial_and_mrope_on_one_axis_are_the_same_function(tmp_path: Path) -> None:
     waves(tmp_path / "waves")
     config = CompareConfig(

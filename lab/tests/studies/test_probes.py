@@ -160,6 +160,7 @@ def test_study_writes_a_report_and_resumes(tmp_path: Path, capsys: pytest.Captur
     assert "0 of 24" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_diverged_probe_leaves_its_encoding_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["study", "probes", *QUICK, "--encodings", "axial,mixed,bias", "--out", str(tmp_path)]
     assert main(command) == 0
@@ -203,7 +204,7 @@ def test_leads_have_simultaneous_intervals() -> None:
         assert found[contrast] == pytest.approx(mean_interval(100 * (drawn[0, j] - drawn[1, j]), level=0.975))
 
 
-@pytest.mark.parametrize("axes", [1, 3, 4])
+@pytest.mark.parametrize("axes", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_other_numbers_of_axes_have_the_abilities_they_allow(tmp_path: Path, axes: int) -> None:
     options = ["--probes.axes", str(axes), "--encodings", "axial", "--out", str(tmp_path)]
     assert main(["study", "probes", *QUICK, *options]) == 0

@@ -93,9 +93,11 @@ def test_processes_train_all_runs_one_after_the_other(train, tmp_path):
     ("wrong", "error", "message"),
     [
         ("mistake", ValueError, r"^an encoding must be one of .*got 'mixd'"),
-        ("bug", RuntimeError, r"KeyError: 'bug'"),
-        ("killed", ChildProcessError, r"must not be killed before its end, got a killed one"),
-        ("stopped", Interrupted, r"^75$"),
+        pytest.param("bug", RuntimeError, r"KeyError: 'bug'", marks=pytest.mark.slow),
+        pytest.param(
+            "killed", ChildProcessError, "not be killed before its end, got a killed one", marks=pytest.mark.slow
+        ),
+        pytest.param("stopped", Interrupted, r"^75$", marks=pytest.mark.slow),
     ],
 )
 def test_failed_run_stops_the_others_and_starts_none(train, tmp_path, wrong, error, message):
@@ -118,6 +120,7 @@ def test_asking_whether_a_call_has_ended_starts_none(tmp_path):
 NAMES = ("long", "wrong", "short")
 
 
+@pytest.mark.slow
 def test_calls_are_cancelled_waiting_and_running(tmp_path):
     with executors.LocalExecutor(1) as executor:
         running, waiting, last = (executor.submit(partial(trainings.train, name, tmp_path)) for name in NAMES)
@@ -135,6 +138,7 @@ def test_calls_are_cancelled_waiting_and_running(tmp_path):
     assert alive(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_processes_get_devices_and_threads_before_they_import_torch(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,7")
@@ -209,6 +213,7 @@ def test_call_in_this_process_starts_when_its_result_is_asked_for_and_keeps_its_
     assert ended == [1]
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_all_processes_and_starts_none(train, tmp_path):
     interrupt = when_started(tmp_path, "long-1", "long-2", then=lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
@@ -263,16 +268,8 @@ def test_stopped_comparison_leaves_no_process_and_resumes(tmp_path, name):
     number, whole_group, status = ENDS[name]
     small = [f"--data.{name}={value}" for name, value in SMALL.items()]
     small += [f"--model.{name}={value}" for name, value in MODEL.items()]
-    command = [
-        sys.executable,
-        "-m",
-        "torchrope_lab",
-        "compare",
-        *small,
-        "--parallel=2",
-        "--seeds=1",
-        f"--out={tmp_path}",
-    ]
+    compare = ["compare", *small, "--parallel=2", "--seeds=1", f"--out={tmp_path}"]
+    command = [sys.executable, "-m", "torchrope_lab", *compare]
     first = [*command, "--encodings=none,axial,mixed", "--epochs=4000"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(

@@ -435,19 +435,20 @@ def test_finished_runs_on_other_examples_are_refused(settings: dict[str, object]
 
 
 DIVERGING = "--data.train_size 60 --data.val_size 20 --model.depth 1 --model.dim 16 --epochs 1 --optim.lr 1e9 --seeds 1"
+NOTHING = "No model is significantly better than always predicting"
 
 
 @pytest.mark.parametrize(
     ("command", "answer"),
     [
-        ("compare --encodings none,mixed", "No model is significantly better than always predicting"),
-        ("compare --encodings none,mixed --data.folds 2", "No model is significantly better than always predicting"),
-        ("study accuracy --encodings none,mixed", "No model is significantly better than always predicting"),
-        ("study learning --encodings mixed", ""),
-        ("study finetune --encodings mixed", ""),
+        pytest.param("compare --encodings none,mixed", NOTHING, marks=pytest.mark.slow),
+        pytest.param("compare --encodings none,mixed --data.folds 2", NOTHING, marks=pytest.mark.slow),
+        ("study accuracy --encodings none,mixed", NOTHING),
+        pytest.param("study learning --encodings mixed", "", marks=pytest.mark.slow),
+        pytest.param("study finetune --encodings mixed", "", marks=pytest.mark.slow),
         ("study shuffle --encodings mixed", "All runs diverged."),
-        ("study generators --encodings mixed", "All runs diverged."),
-        ("study attention --encodings mixed", "All runs diverged."),
+        pytest.param("study generators --encodings mixed", "All runs diverged.", marks=pytest.mark.slow),
+        pytest.param("study attention --encodings mixed", "All runs diverged.", marks=pytest.mark.slow),
     ],
 )
 def test_runs_that_diverge_are_a_result(
@@ -459,6 +460,7 @@ def test_runs_that_diverge_are_a_result(
         assert answer in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_verdicts_say_that_nothing_was_learned(tmp_path: Path) -> None:
     options = ["--encodings", "none,mixed", *DIVERGING.split(), "--out", str(tmp_path)]
     assert main(["study", "model-size", *options]) == 0

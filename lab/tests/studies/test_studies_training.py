@@ -278,6 +278,7 @@ class TestDataEfficiency:
         findings, _ = found("data-efficiency", lambda run: 0.1, ["mixed", "axial"])
         assert "learned, is not significantly better than always predicting" in findings.answer
 
+    @pytest.mark.slow
     def test_encoding_equal_to_the_reference_seldom_needs_less(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """With three seeds and the model of docs/statistics.md, on a learning curve that rises."""
         monkeypatch.setattr("torchrope_lab.studies.engine.estimates.RESAMPLES", 400)

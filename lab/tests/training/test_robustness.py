@@ -659,7 +659,7 @@ def test_training_leaves_the_levels_of_loggers_and_the_data_as_they_were(tmp_pat
     assert all(map(torch.equal, before, next(iter(data.train_dataloader()))))
 
 
-@pytest.mark.parametrize("command", ["train", "compare"])
+@pytest.mark.parametrize("command", ["train", pytest.param("compare", marks=pytest.mark.slow)])
 def test_folder_of_a_run_that_failed_before_a_checkpoint_takes_other_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
@@ -783,7 +783,7 @@ def test_moved_and_otherwise_loaded_data_resume_unless_the_examples_differ(tmp_p
         train(replace(moved, run=ExecutionConfig(precision="bf16")), data_of(moved), run)
 
 
-@pytest.mark.parametrize("command", ["compare", "study finetune"])
+@pytest.mark.parametrize("command", [pytest.param("compare", marks=pytest.mark.slow), "study finetune"])
 def test_moved_folder_of_results_resumes_with_moved_data(tmp_path: Path, command: str) -> None:
     options = [*command.split(), *OPTIONS[:5], "--encodings=none,mixed", "--data=images", "--data.size=8", "--seeds=1"]
     options += ["--optim.epochs=1", "--scales=1"] if command == "compare" else ["--optim.epochs=2"]

@@ -180,6 +180,7 @@ def run_config(folder: Path, **optim: Any) -> RunConfig:
     return RunConfig("mixed", data=chosen, model=replace(SMALL, dropout=0.1), optim=replace(QUICK, **optim))
 
 
+@pytest.mark.slow
 def test_killed_run_resumes_to_the_same_weights(folder: Path, tmp_path: Path) -> None:
     def die(row: dict[str, float]) -> None:
         if row["epoch"] == 2:
@@ -252,6 +253,7 @@ def _study(name: str, folder: Path, out: Path) -> None:
     assert result.findings.tables[0].rows
 
 
+@pytest.mark.slow
 def test_compare_caches_measures_of_points(folder: Path, tmp_path: Path) -> None:
     config = CompareConfig(
         data=data_config("points", root=str(folder), batch_size=8),
