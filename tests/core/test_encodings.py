@@ -243,27 +243,15 @@ def test_settings_of_families_are_checked(build: Callable[..., Encoding], messag
             partial(tr.AxialRoPE, num_axes=3, num_heads=1, head_dim=64),
             r"head_dim must be divisible by 2·num_axes = 6, got 64; rotary_dim=60 would leave the rest unrotated",
         ),
-        (
-            partial(tr.MixedRoPE, num_axes=2, num_heads=1, head_dim=7),
-            "head_dim must be divisible by block_size = 2",
-        ),
+        (partial(tr.MixedRoPE, num_axes=2, num_heads=1, head_dim=7), "head_dim must be divisible by block_size = 2"),
         (
             partial(tr.LieRE, num_axes=2, num_heads=1, head_dim=64, block_size=48),
             "divisible by block_size = 48, got 64",
         ),
-        (
-            partial(tr.ComRoPEAP, num_axes=3, num_heads=1, head_dim=64),
-            "divisible by num_axes·block_size = 24, got 64",
-        ),
+        (partial(tr.ComRoPEAP, num_axes=3, num_heads=1, head_dim=64), "divisible by num_axes·block_size = 24, got 64"),
         (partial(tr.MixedRoPE, num_axes=0, num_heads=1, head_dim=8), "num_axes must be 1 or more, got 0"),
-        (
-            partial(tr.MixedRoPE, num_axes=2, num_heads=1, head_dim=8, rotary_dim=10),
-            "rotary_dim must be between 0 and",
-        ),
-        (
-            partial(tr.LieRE, num_axes=2, num_heads=1, head_dim=8, block_size=1),
-            "block_size must be 2 or more, got 1",
-        ),
+        (partial(tr.MixedRoPE, num_axes=2, num_heads=1, head_dim=8, rotary_dim=10), "rotary_dim must be between 0 and"),
+        (partial(tr.LieRE, num_axes=2, num_heads=1, head_dim=8, block_size=1), "block_size must be 2 or more, got 1"),
     ],
 )
 def test_encodings_refuse_invalid_sizes_in_one_line(build: partial, message: str) -> None:
@@ -277,10 +265,7 @@ def test_encodings_refuse_invalid_positions_in_one_line() -> None:
     for positions, message in [
         (torch.zeros(4, 3), "positions must have num_axes = 2 axes, got 3"),
         (torch.zeros(2), r"positions must be \(tokens, axes\) or \(batch, tokens, axes\), got shape \(2,\)"),
-        (
-            torch.tensor([[0.0, torch.nan], [0.0, 1.0]]),
-            "positions must be finite, got NaN or infinity in 1 of 2",
-        ),
+        (torch.tensor([[0.0, torch.nan], [0.0, 1.0]]), "positions must be finite, got NaN or infinity in 1 of 2"),
         (torch.zeros(4, 2, dtype=torch.bool), "positions must be real numbers, got torch.bool"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -157,11 +157,7 @@ def yarn_formula(frequencies: Tensor, s: float, size: float) -> Tensor:
     return frequencies * (1 - ramp) + frequencies / s * ramp
 
 
-FORMULAS = {
-    "interpolate": interpolate_formula,
-    "ntk": ntk_formula,
-    "yarn": yarn_formula,
-}
+FORMULAS = {"interpolate": interpolate_formula, "ntk": ntk_formula, "yarn": yarn_formula}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -285,16 +281,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         {"method": "yarn"},
         "must not be 'yarn' for cosine attention, .* got WindowAttention$",
     ),
-    "no weights": (
-        lambda: with_norm(Fixed()),
-        {"method": "yarn"},
-        "linear in its weights, got Fixed in Attention$",
-    ),
-    "offsets": (
-        lambda: with_norm(Offset()),
-        {"method": "yarn"},
-        "linear in its weights, got Offset in Attention$",
-    ),
+    "no weights": (lambda: with_norm(Fixed()), {"method": "yarn"}, "linear in its weights, got Fixed in Attention$"),
+    "offsets": (lambda: with_norm(Offset()), {"method": "yarn"}, "linear in its weights, got Offset in Attention$"),
     "own, yarn": (CustomModel, {"method": "yarn", "train_size": 4}, "^yarn also scales keys .* got CustomModel$"),
     "own, no size": (CustomModel, {"method": "yarn"}, r"^yarn requires train_size= \(.*\)$"),
     "size": (vit, {"train_size": 4}, "^train_size must be None unless method is 'yarn', got 4 for ntk$"),

@@ -259,18 +259,8 @@ def _refused() -> list[tuple[str, Inputs, dict[str, Any], str]]:
     return [
         ("flux", {}, {"keep_rotation": True}, r"^keep_rotation must be False for a FluxTransformer2DModel"),
         ("flux", {}, {"spacing": 2.0, "init": "model"}, r"^init='model' keeps the model's positions"),
-        (
-            "cogvideox",
-            {"use_rotary_positional_embeddings": False},
-            {},
-            r"^swap needs a CogVideoX with rotary",
-        ),
-        (
-            "cogvideox",
-            {"attention_head_dim": 8},
-            {},
-            r"^head_dim of a CogVideoX must be 16",
-        ),
+        ("cogvideox", {"use_rotary_positional_embeddings": False}, {}, r"^swap needs a CogVideoX with rotary"),
+        ("cogvideox", {"attention_head_dim": 8}, {}, r"^head_dim of a CogVideoX must be 16"),
     ]
 
 

@@ -1,6 +1,7 @@
 """Weight decay leaves position encodings as they are, in every trainer."""
 
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import swapped
 import torch
 import transformers
 from timm.optim import param_groups_weight_decay
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils.data import DataLoader
 
 import torchrope as tr
 
@@ -88,6 +90,43 @@ def test_trainer_of_transformers_as_documented(tmp_path: Path) -> None:
     decays = {p: group["weight_decay"] for group in trainer.optimizer.param_groups for p in group["params"]}
     for key, parameter in model.named_parameters():
         assert decays[parameter] == (0.0 if "norm" in key or "rotary" in key else 0.1), key
+
+
+def fit_by_lightning(model: nn.Module, loader: DataLoader) -> None:
+    lightning: Any = pytest.importorskip("pytorch_lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, images: Tensor) -> Tensor:
+            return 0 * self.model(images).sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(tr.parameter_groups(self, 0.1))
+
+    shown = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    lightning.Trainer(accelerator="cpu", max_steps=1, **shown).fit(Module(), loader)
+
+
+def fit_by_accelerate(model: nn.Module, loader: DataLoader) -> None:
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    optimizer = torch.optim.AdamW(tr.parameter_groups(model, 0.1))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for images in loader:
+        accelerator.backward(0 * model(images).sum())
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.parametrize("fit", [fit_by_lightning, fit_by_accelerate])
+def test_other_trainers_as_documented(fit: Callable[[nn.Module, DataLoader], None]) -> None:
+    model = tr.swap(swapped.made("vit"), "mixed")
+    before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
+    fit(model, DataLoader(swapped.images(model)))
+    shrunk = {key for key, parameter in model.named_parameters() if not torch.equal(parameter, before[key])}
+    assert shrunk == {key for key in before if key.endswith("weight") and "norm" not in key}
 
 
 @pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf")])

@@ -14,22 +14,13 @@ KERNELS = Path(__file__).with_name("gpu_kernels.py")
 CALLS = Path(__file__).with_name("gpu_calls.py")
 
 
-# Triton's interpreter takes its time: of families that wait for `make slow` a few small cases run.
-FEW = ("test_planes_of_blocks_of_any_rank[2]", "test_skew_exp[b2-0.3]", "test_skew_exp_of_zero", "test_basis[b8-zero]")
-
-
 @pytest.mark.slow
 def test_public_calls_equal_the_reference_and_stay_inside_their_tensors() -> None:
     run(CALLS, interpreted=True)
 
 
 @pytest.mark.slow
-def test_kernels_sample_equals_float64() -> None:
-    run_kernels(" or ".join((of("planar"), of("block"), *FEW)), "not slow")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["planes", "skew_exp", "basis", "library"])
+@pytest.mark.parametrize("family", ["planar", "block", "planes", "skew_exp", "basis", "library"])
 def test_kernels_equal_float64(family: str) -> None:
     run_kernels(of(family), "not slow")
 

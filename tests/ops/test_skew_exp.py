@@ -56,7 +56,7 @@ def degenerate_matrices(b: int) -> Tensor:
     return torch.stack([x - x.mT for x in (zero, plane, half, equal, graded)])
 
 
-@pytest.mark.parametrize("b", [9, 10, 16, 31, 33, 64, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("b", [9, 10, 16, 31, 33, 64, 128])
 def test_large_blocks_are_accurate_at_any_norm(b: int) -> None:
     """Angles of blocks of more than 8 are computed in double, whatever their planes."""
     for norm in (1e-30, 1e-3, 1.0, 100.0, 1e4, 1e6):

@@ -61,7 +61,7 @@ def test_skipping_returns_the_next_readable_example(workers):
     assert numbers.reading.found() == [(f"file{index}", "broken") for index in (1, 2, 8)]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_skipping_raises_with_list_above_the_limit(workers):
     with pytest.raises(TooManyFaults) as error:
