@@ -50,6 +50,7 @@ def recorded(text: str) -> set[tuple[str, str]]:
     return {(entry["kernel"], entry["architecture"]) for entry in json.loads(text)["kernels"]}
 
 
+@pytest.mark.slow
 def test_right_kernel_is_recorded_and_a_wrong_one_is_removed_again(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     path = tmp_path / "record.json"

@@ -106,6 +106,7 @@ def test_encodings_and_rotations_do_not_hold_the_choice() -> None:
     assert [{**vars(owner)} for owner in (encoding, rotation)] == before
 
 
+@pytest.mark.slow
 def test_choice_is_read_inside_and_around_compiled_functions() -> None:
     encoding, q = liere(), torch.randn(1, 2, 9, 8)
 

@@ -18,8 +18,8 @@ LINES = {
     "src/torchrope/ops": 6713,
     "src/torchrope/integrations": 6122,
     "lab/src": 27506,
-    "tests": 23829,
-    "lab/tests": 22948,
+    "tests": 23828,
+    "lab/tests": 22946,
     "benchmarks": 4500,
     "examples": 1000,
 }

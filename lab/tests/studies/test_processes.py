@@ -107,6 +107,7 @@ def test_failed_run_stops_the_others_and_starts_none(train, tmp_path, wrong, err
     assert alive(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_asking_whether_a_call_has_ended_starts_none(tmp_path):
     with executors.LocalExecutor(1) as executor:
         first, second = (executor.submit(partial(trainings.train, name, tmp_path)) for name in ("short", "short-2"))

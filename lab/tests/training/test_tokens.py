@@ -117,10 +117,7 @@ def test_model_settings_are_passed_to_the_transformer(data: TokensModule) -> Non
         ({"backbone": "transformer", "patch_size": [2]}, "patch_size is a setting of backbone vit and swin only"),
         ({"backbone": "transformer", "num_registers": 2}, "num_registers is a setting of backbone vit only"),
         ({"backbone": "transformer", "head": "upernet"}, "head must be classify with backbone transformer"),
-        (
-            {"backbone": "swin", "attention": "linear"},
-            "attention is a setting of backbone transformer only",
-        ),
+        ({"backbone": "swin", "attention": "linear"}, "attention is a setting of backbone transformer only"),
         ({"backbone": "transformer", "attention": "quick"}, "attention must be one of softmax, linear, got 'quick'"),
         (
             {"backbone": "transformer", "attention": "linear", "attention_dropout": 0.1},
