@@ -135,8 +135,8 @@ def rerotate(
 
     Args:
         keys: Keys as `rotate` or `apply` returned them, `(batch, heads, tokens, head_dim)`, any number of leading
-            dimensions. Those rotated with `scores_only`, as swapped models do, only for an encoding without a basis
-            (`axial`, `mixed` and others with blocks of 2).
+            dimensions. Those of a swapped model are in its order of channels: index them by
+            `order, back = model.rotary.orders(layer, keys.device)`, and the result by `back`.
         encoding: The encoding that rotated them, with the same frequencies; one whose scores depend on differences of
             positions alone.
         delta: δ, in the unit of the positions: one number per axis (a number for one axis), or one row per token,

@@ -1,4 +1,4 @@
-"""Rotations by given angles: values, layouts, slices and gradients."""
+"""Rotations by given angles: slices, inverses, refusals. test_gradients_of_angles has values and gradients."""
 
 import pytest
 import torch
@@ -12,27 +12,6 @@ def _qk(heads: int = 4, tokens: int = 6, head_dim: int = 16) -> torch.Tensor:
     return torch.randn(2, 2, heads, tokens, head_dim, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("shape", [(6, 8), (1, 6, 8), (4, 6, 8), (2, 1, 6, 8), (2, 4, 6, 8), (2, 4, 6, 5)])
-@pytest.mark.parametrize("halves", [False, True])
-def test_rotates_as_complex_numbers(shape: tuple[int, ...], halves: bool) -> None:
-    q, k = _qk()
-    angles = torch.randn(shape, dtype=torch.float64)
-    rotation = from_angles(angles, head_dim=16)
-    rotated = tr.rotate(q, k, rotation.in_halves() if halves else rotation)
-    given = angles if angles.ndim > 2 else angles.unsqueeze(0)
-    pairs = shape[-1]
-    for x, y in zip((q, k), rotated, strict=True):
-        first, second = (
-            (x[..., :pairs], x[..., pairs : 2 * pairs])
-            if halves
-            else (x[..., : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2])
-        )
-        expected = torch.complex(first, second) * torch.polar(torch.ones_like(given), given)
-        parts = [expected.real, expected.imag]
-        turned = torch.cat(parts, dim=-1) if halves else torch.stack(parts, dim=-1).flatten(-2)
-        torch.testing.assert_close(y, torch.cat([turned, x[..., 2 * pairs :]], dim=-1))
-
-
 @pytest.mark.parametrize("backend", ["reference", None])
 def test_angles_of_an_encoding_give_its_rotation(backend: str | None) -> None:
     encoding = tr.MixedRoPE(num_axes=2, num_heads=4, head_dim=16)
@@ -42,19 +21,6 @@ def test_angles_of_an_encoding_give_its_rotation(backend: str | None) -> None:
         for one, other in zip(tr.rotate(q, k, from_angles(own.angles())), tr.rotate(q, k, own), strict=True):
             torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(from_angles(own.angles()).matrix(), own.matrix())
-
-
-@pytest.mark.parametrize("shape", [(3, 2), (2, 3, 2), (2, 1, 3, 2)])
-@pytest.mark.parametrize("halves", [False, True])
-def test_gradients(shape: tuple[int, ...], halves: bool) -> None:
-    q, k = _qk(heads=2, tokens=3, head_dim=6).requires_grad_()
-    angles = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-
-    def rotated(q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        rotation = from_angles(angles, head_dim=6)
-        return tr.rotate(q, k, rotation.in_halves() if halves else rotation)
-
-    assert torch.autograd.gradcheck(rotated, (q.detach().requires_grad_(), k.detach().requires_grad_(), angles))
 
 
 def test_slices_and_inverse_have_the_angles_of_theirs() -> None:

@@ -213,15 +213,6 @@ def test_rotate_accepts_empty_dimensions(family: str, backend: str) -> None:
             assert all(g is None or g.isfinite().all() for g in gradients)
 
 
-def test_rotate_accepts_queries_without_heads() -> None:
-    for family in FAMILIES:
-        encoding = FAMILIES[family]()
-        q, k = torch.randn(2, 0, 9, encoding.head_dim), vectors(encoding, tokens=9)
-        rotated_q, rotated_k = tr.rotate(q, k, encoding(tr.grid(3, 3)))
-        assert rotated_q.shape == q.shape
-        assert torch.equal(rotated_k, tr.rotate(k, k, encoding(tr.grid(3, 3)))[1])
-
-
 def test_encodings_refuse_zero_channels_and_axes_in_one_line() -> None:
     encoding = FAMILIES["liere:8"]()
     rotation = encoding(tr.grid(3, 3))

@@ -538,16 +538,3 @@ def test_check_returns_measured_errors(cls: type[tr.Encoding]) -> None:
     shown = r"^passed      rotations are orthogonal: error \S+ in float32, allowed \S+$"
     assert re.search(shown, str(result), re.MULTILINE)
     assert cls is CorrectBlocks or lines[-1].startswith("not tested  zero generators change nothing: load_generators")
-
-
-CASES_OF_CHECK = [  # test_property_holds tests each property separately
-    pytest.param(case, marks=() if case.startswith(("mixed", "comrope-ld")) else pytest.mark.slow)
-    for case in ONE_PER_CLASS
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES_OF_CHECK)
-def test_check_passes_for_every_class(case: str) -> None:
-    result = testing.check(CASES[case])
-    assert set(result.passed) | set(result.skipped) == set(testing.PROPERTIES)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 import torchrope as tr
 from torchrope.encodings import DRoPE, Periodic
@@ -120,24 +119,3 @@ def test_refusals_are_one_line(encoding: tr.Encoding, delta: object, line: str) 
     with pytest.raises(ValueError, match=line) as raised:
         tr.rerotate(torch.zeros(1, 2, 5, 8), encoding, delta)
     assert "\n" not in str(raised.value)
-
-
-def test_evicted_cache_with_attention_sinks_attends_as_if_rotated_anew() -> None:
-    sinks, window, total = 2, 5, 20
-    encoding = tr.MixedRoPE(num_axes=1, num_heads=2, head_dim=8).double()
-    q, k, v = keys_of(3, 1, 4, total, 8).unbind(0)
-    k, v = k[:, :2], v[:, :2]  # grouped queries
-    keys, kept = k[:, :, :0], []
-    for t in range(total):
-        if len(kept) == sinks + window:
-            keys = torch.cat([keys[:, :, :sinks], tr.rerotate(keys[:, :, sinks + 1 :], encoding, -1)], dim=2)
-            del kept[sinks]
-        place = encoding(tr.grid(1).double() + len(kept))
-        query, key = tr.rotate(q[:, :, t : t + 1], k[:, :, t : t + 1], place)
-        keys = torch.cat([keys, key], dim=2)
-        kept.append(t)
-        fresh = tr.apply(k[:, :, kept], encoding(tr.grid(len(kept)).double()))
-        torch.testing.assert_close(keys, fresh, atol=1e-9, rtol=0)
-        outputs = [scaled_dot_product_attention(query, one, v[:, :, kept], enable_gqa=True) for one in (keys, fresh)]
-        torch.testing.assert_close(*outputs, atol=1e-9, rtol=0)
-    assert kept == [0, 1, *range(total - window, total)]

@@ -9,7 +9,6 @@ import pytest
 import rotating
 import torch
 from swapped import awake, made
-from symbolic import OWN, image
 from torch import Tensor, nn
 
 import torchrope as tr
@@ -51,14 +50,6 @@ def test_error_says_that_freeze_comes_first(encoding: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("encoding", ["liere:4", "string:4"])
 def test_error_of_the_exporter_of_graphs_too(encoding: str, tmp_path: Path) -> None:
     refuses(ours(encoding), tmp_path / "m.onnx", dynamo=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("encoding", ["liere:4", "string:4"])
-def test_other_exports_and_graphs_are_not_concerned(encoding: str) -> None:
-    model, x = ours(encoding), torch.randn(1, 3, 16, 8)
-    program = torch.export.export(model, (x,))
-    torch.testing.assert_close(program.module()(x), model(x), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -167,13 +158,3 @@ def test_swapped_towers_export(name: str) -> None:
         for frequencies in rotating.learned(model):
             frequencies.zero_()
     assert (model(x) - expected).norm() / expected.norm() > 1e-5  # what the test can see
-
-
-@pytest.mark.slow
-def test_sizes_stay_dynamic() -> None:
-    model = OWN["own"]().eval()
-    height, width = (torch.export.Dim(name, min=2, max=64) for name in ("height", "width"))
-    run = exported(model, image(8, (4, 6)), dynamic_shapes=({0: "batch", 2: 8 * height, 3: 8 * width},))
-    for size in ((2, 3), (5, 4), (8, 8)):
-        x = image(8, size)[:1]
-        assert rotating.error(run(x)[0], model(x)) < 1e-6

@@ -38,27 +38,6 @@ def test_logits_and_words_are_those_of_before_and_frequencies_learn(name: str) -
     assert torch.equal(tr.unswap(model)(words).logits, expected)
 
 
-@pytest.mark.parametrize("encoding", ["axial", "liere:4", "string:8", "comrope-ap:4", "comrope-ld:4"])
-def test_own_rotation_is_continued_by_encodings_that_can_represent_it(encoding: str) -> None:
-    model, words = decoder("llama"), tokens()
-    expected, said = model(words).logits, words_of(model, words)
-    tr.swap(model, encoding)
-    assert error(model(words).logits, expected) < 1e-5
-    assert torch.equal(words_of(model, words), said)
-
-
-@pytest.mark.parametrize("encoding", ["mixed", "string:8"])
-def test_cache_of_keys_gives_the_logits_of_the_whole(encoding: str) -> None:
-    model, words = tr.swap(decoder("llama"), encoding), tokens(2, 9)
-    with torch.no_grad():
-        for parameter in learned(model):
-            parameter.add_(torch.randn_like(parameter), alpha=0.2)
-        whole = model(words).logits
-        start = model(words[:, :4], use_cache=True)
-        rest = model(words[:, 4:], past_key_values=start.past_key_values).logits
-    assert error(rest, whole[:, 4:]) < 1e-5
-
-
 def test_words_padded_in_front_and_a_static_cache() -> None:
     model, words = decoder("qwen3"), tokens(2, 9)
     mask = torch.ones_like(words)

@@ -30,7 +30,8 @@ def test_next_token_is_that_of_the_model_without_the_evicted_tokens(encoding: st
     model = tr.swap(plain, encoding)
     cache = model(ids[:, :TOTAL], use_cache=True).past_key_values
     for layer, rotary in zip(cache.layers, model.model.rotary.encodings, strict=True):
-        recent = tr.rerotate(layer.keys[:, :, SINKS + DROPPED :], rotary, -DROPPED)
+        order, back = model.model.rotary.orders(0, ids.device) or (torch.arange(8),) * 2
+        recent = tr.rerotate(layer.keys[:, :, SINKS + DROPPED :, order], rotary, -DROPPED)[..., back]
         layer.keys = torch.cat([layer.keys[:, :, :SINKS], recent], dim=2)
         layer.values = layer.values[:, :, kept]
     place = torch.full((2, 1), len(kept))

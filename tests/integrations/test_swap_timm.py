@@ -128,6 +128,8 @@ def attention_in_float64(attention: Any, x: Tensor, encoding: tr.Encoding, posit
     projected = nn.functional.linear(x, attention.qkv.weight, attention.qkv.bias)  # a layer called would rotate
     heads = projected.unflatten(-1, (3, attention.num_heads, -1)).permute(2, 0, 3, 1, 4)
     q, k, v = heads.unbind(0)
+    if hasattr(attention, "q_norm"):  # called, they would rotate
+        q, k = (type(norm).forward(norm, y) for norm, y in ((attention.q_norm, q), (attention.k_norm, k)))
     exponents = torch.einsum("na,ahbij->hnbij", positions.to(x.dtype), encoding.generators().to(x.dtype))
     blocks = torch.linalg.matrix_exp(exponents.contiguous())  # (heads, tokens, blocks, b, b)
     q, k = (
@@ -137,9 +139,11 @@ def attention_in_float64(attention: Any, x: Tensor, encoding: tr.Encoding, posit
     return attention.proj((weights @ v).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("encoding", ["mixed", "liere:4", "comrope-ld:4"])
-def test_swapped_layer_is_rotary_attention(encoding: str) -> None:
-    model = tr.swap(made("vit", dynamic_img_size=True), encoding, init="paper").eval().double()
+@pytest.mark.parametrize(
+    ("name", "encoding"), [("vit_qk_norm", "mixed"), *(("vit", one) for one in ("mixed", "liere:4", "comrope-ld:4"))]
+)
+def test_swapped_layer_is_rotary_attention(name: str, encoding: str) -> None:
+    model = tr.swap(made(name, dynamic_img_size=True), encoding, init="paper").eval().double()
     seen: dict[str, Tensor] = {}
     layer = model.blocks[0].attn
     layer.register_forward_hook(lambda module, args, output: seen.update(x=args[0], y=output))
@@ -148,63 +152,6 @@ def test_swapped_layer_is_rotary_attention(encoding: str) -> None:
     positions = tr.prefix(rotary.lattices[0](2, 6, dtype=torch.float64), 1)
     truth = attention_in_float64(layer, seen["x"], rotary.encodings[0], positions)
     assert torch.allclose(seen["y"], truth, atol=1e-7)
-
-
-def test_norms_of_queries_and_keys_are_called_and_then_rotated() -> None:
-    model, seen = tr.swap(made("vit_qk_norm"), "mixed"), []
-    with torch.no_grad():
-        model.rotary.encodings[0].frequencies.normal_()
-    layer = model.blocks[0].attn
-    for norm in (layer.q_norm, layer.k_norm):
-        nn.init.normal_(norm.weight)
-    layer.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
-    model(images(model)).square().sum().backward()
-    (x, found), encoding = seen[0], model.rotary.encodings[0]
-    q, k, v = layer.qkv(x).unflatten(-1, (3, layer.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-    q, k = (type(norm).forward(norm, y) for norm, y in ((layer.q_norm, q), (layer.k_norm, k)))
-    rotation = encoding(tr.prefix(model.rotary.lattices[0](4, 4), 1))
-    mixed = nn.functional.scaled_dot_product_attention(*tr.rotate(q, k, rotation), v)
-    assert torch.equal(layer.proj(mixed.transpose(1, 2).flatten(2)), found)
-    assert all(norm.weight.grad.any() for norm in (layer.q_norm, layer.k_norm))
-
-
-@pytest.mark.parametrize("name", ["rope_mixed_ape", "rope_axial"])
-def test_frequencies_of_a_rope_vit_move_into_an_encoding(name: str) -> None:
-    """Replacing timm's own rotation by the same rotation changes nothing: signs, axes and pairs agree."""
-    model = made(name, dynamic_img_size=True).eval()
-    x = images(model, by=(0.5, 1.5))
-    expected = model(x)
-    rope = copy.deepcopy(model.rope)
-    encodings = iter([taken_over(rope, layer) for layer in range(2)])
-    with pytest.warns(UserWarning, match="outputs change"):  # what a function builds is not looked into
-        tr.swap(model, lambda **head: next(encodings))
-    assert torch.allclose(model(x), expected, atol=1e-5)
-
-
-def taken_over(rope: Any, layer: int) -> tr.Encoding:
-    if hasattr(rope, "freqs"):
-        columns, rows = rope.freqs[:, layer]  # timm's x is the column
-        encoding: tr.Encoding = tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=16)
-        frequencies = torch.stack([rows, columns])  # (axes, heads, pairs)
-    else:
-        ladder = 100.0 ** (-torch.arange(4) / 4)
-        still = torch.zeros(4)
-        encoding = tr.AxialRoPE(num_axes=2, num_heads=2, head_dim=16)
-        frequencies = torch.stack([torch.cat([still, ladder]), torch.cat([ladder, still])]).unsqueeze(1)
-    encoding.set_generators(torch.stack([torch.stack([0 * frequencies, -frequencies], -1),
-                                         torch.stack([frequencies, 0 * frequencies], -1)], -2))  # fmt: skip
-    return encoding
-
-
-@pytest.mark.parametrize("name", ["vit", "eva02", "rope_mixed_ape"])
-def test_other_input_sizes(name: str) -> None:
-    """Rectangles and larger images, drawn at once or set beforehand."""
-    model = awake(tr.swap(made(name, dynamic_img_size=True), "mixed")).eval()
-    wide = images(model, by=(0.5, 2))
-    assert model(wide).shape == (2, 5)
-    expected = model(wide)
-    model.set_input_size(tuple(wide.shape[2:]))
-    assert torch.allclose(model(wide), expected, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:timm")
@@ -230,55 +177,11 @@ def test_windows_are_rotated_by_their_lattice() -> None:
     assert torch.allclose(seen["y"], truth, atol=1e-5)  # positions are float32
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("name", ["vit", "rope_mixed_ape"])
-def test_checkpointing_uses_the_positions_of_its_forward(name: str, shared: bool) -> None:
-    """Two forwards of as many tokens elsewhere, then one backward, which computes both anew."""
-    encoding: Any = tr.LieRE(num_axes=2, num_heads=2, head_dim=16, block_size=4) if shared else "liere:4"
-    model = awake(with_zeros(made(name, dynamic_img_size=True), encoding)).train()
-    x, y = images(model), images(model, by=(0.5, 2))
-
-    def gradients(checkpointing: bool) -> list[Tensor]:
-        model.zero_grad()
-        model.set_grad_checkpointing(checkpointing)
-        (model(x).square().sum() + model(y).square().sum()).backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-    for plain, recomputed in zip(gradients(False), gradients(True), strict=True):
-        assert torch.equal(plain, recomputed)
-
-
-@pytest.mark.parametrize("name", ["vit", "eva02"])
-def test_tokens_left_by_patch_dropout_keep_their_places(name: str) -> None:
-    model = made(name, patch_drop_rate=0.5).train()
-    plain = without_rotation(model)
-    x = images(model)
-    with_zeros(model, "liere", block_size=4)
-    assert torch.equal(drawn(model, x), drawn(plain, x))
-    awake(model)
-    seen = {}
-    model.blocks[0].attn.q_norm.register_forward_hook(
-        lambda module, args, output: seen.update(before=args[0], after=output)
-    )
-    drawn(model, x)
-    norms = [seen[key].norm(dim=-1) for key in ("before", "after")]
-    assert torch.allclose(*norms, atol=1e-5)
-    assert not torch.allclose(seen["before"], seen["after"], atol=1e-3)
-    tr.unswap(model)
-    assert torch.equal(drawn(model, x), drawn(made_again(plain, model), x))
-
-
-def made_again(plain: Any, model: Any) -> Any:
-    """The model before its swap: plain, with the rotation that it had."""
-    if getattr(model, "rope", None) is not None:
-        plain.rope = model.rope
-    return plain
-
-
 def test_patch_dropout_gathers_positions() -> None:
     """Patches that are left turn as they do in the whole image."""
     model = awake(tr.swap(made("vit", patch_drop_rate=0.5), "mixed")).train()
     turned: list[tuple[Tensor, Tensor]] = []
+    model.blocks[0].attn.fused_attn = False  # rotated after its norms
     norm = model.blocks[0].attn.q_norm
     kept: list[Tensor] = []
     model.patch_drop.register_forward_hook(lambda module, args, output: kept.append(output))
@@ -293,6 +196,7 @@ def test_patch_dropout_gathers_positions() -> None:
     positions = tr.prefix(tr.grid(4, 4), 1)[index]
     expected, _ = tr.rotate(q, q, model.rotary.encodings[0](positions))
     assert torch.allclose(turned_q, expected, atol=1e-5)
+    assert "forward" not in vars(tr.unswap(model).patch_drop)
 
 
 def test_shared_encoding_is_computed_once() -> None:
@@ -303,51 +207,6 @@ def test_shared_encoding_is_computed_once() -> None:
     model(images(model))
     assert len(calls) == 1
     assert sum(p.numel() for p in model.rotary.parameters()) == sum(p.numel() for p in encoding.parameters())
-
-
-COMPILED = [
-    ("swin", "liere:4"),
-    *(
-        pytest.param(name, encoding, marks=pytest.mark.slow)
-        for name, encoding in (
-            ("vit", "mixed"),
-            ("vit_qk_norm", "mixed"),
-            ("vit", "liere:4"),
-            ("rope_mixed_ape", "mixed"),
-            ("rope_mixed_ape", "liere:4"),
-            ("swin", "mixed"),
-        )
-    ),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "encoding"), COMPILED)
-def test_compiles_into_one_graph(name: str, encoding: str) -> None:
-    model = awake(tr.swap(made(name), encoding)).eval()
-    x = images(model)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert torch.allclose(compiled(x), model(x), atol=1e-5)
-
-
-def test_features_go_on_working() -> None:
-    plain = timm.create_model(
-        "vit_tiny_patch16_224", features_only=True, out_indices=(0,), **{**SMALL, "num_classes": 0}
-    )
-    x = torch.randn(2, 3, 64, 64)
-    expected = plain(x)
-    swapped = tr.swap(plain, "mixed")
-    assert all(torch.equal(one, other) for one, other in zip(swapped(x), expected, strict=True))
-    model = awake(tr.swap(made("vit"), "mixed")).eval()
-    final, [first] = model.forward_intermediates(x, indices=[0])
-    assert first.shape == (2, 32, 4, 4)
-    assert torch.allclose(model.forward_head(final), model(x), atol=1e-6)
-
-
-def test_model_inside_another_is_found() -> None:
-    whole = nn.ModuleDict({"backbone": made("vit"), "neck": nn.Linear(5, 5)})
-    tr.swap(whole, "mixed")
-    assert whole["backbone"].rotary is not None
 
 
 def wrong(**changes: Any) -> tr.Encoding:

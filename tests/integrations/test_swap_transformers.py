@@ -199,26 +199,6 @@ def test_model_without_its_table_equals_one_with_a_zero_table(name: str) -> None
     assert not table.requires_grad
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("name", TOWERS)
-def test_checkpointed_layers_know_the_forward_they_belong_to(name: str, shared: bool) -> None:
-    model = TOWERS[name]()
-    encoding = tr.LieRE(num_axes=2, num_heads=2, head_dim=16, block_size=8) if shared else "liere:8"
-    swap(model, encoding, init="paper").train()
-    small, large = images(), images(48, 64)
-
-    def gradients() -> list[Tensor]:
-        model.zero_grad()
-        first, second = run(model, small)[0], run(model, large)[0]
-        (first.square().mean() + second.square().mean()).backward()
-        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-
-    expected = gradients()
-    model.activation_checkpointing_enable()
-    assert close(gradients(), expected, 1e-6 + 1e-5 * max(g.abs().max().item() for g in expected))
-    assert rotary_of(model).encodings[0].upper.grad.any()
-
-
 @pytest.mark.parametrize("name", ["clip-whole", "vit-classes", "dinov2", "dinov3", "siglip-classes"])
 def test_attention_is_chosen_afterwards_too(name: str) -> None:
     model, pixels = MODELS[name](), images()
@@ -279,17 +259,6 @@ def test_masks_work_after_swap(name: str) -> None:
     before = run(model, pixels, attention_mask=mask)
     assert same(run(swap(model, "mixed", keep_rotation=True), pixels, attention_mask=mask), before)
     assert not close(before, run(model, pixels))
-
-
-@pytest.mark.parametrize("name", ["vit", "siglip"])
-def test_layers_called_alone_have_no_position(name: str) -> None:
-    model = swap(TOWERS[name](), "mixed")
-    layer = (model.layers if name == "vit" else model.encoder.layers)[0]
-    with pytest.raises(
-        ValueError,
-        match=r"must be called through the model, .*, got a layer of .* called alone",
-    ):
-        layer(torch.randn(1, 16, 32), None)
 
 
 @pytest.mark.parametrize("encoding", [pytest.param("axial", marks=pytest.mark.slow), "comrope-ld:4"])

@@ -302,17 +302,11 @@ def test_drop_path_keeps_the_mean() -> None:
     assert kept.mean().item() == pytest.approx(1, abs=0.02)
 
 
-@pytest.mark.slow
-def test_vit_compiles_checkpoints_and_builds_on_meta() -> None:
-    model = tiny((8, 8), patch_size=2, encoding="learned+liere:8").eval()
-    x = torch.randn(2, 1, 8, 8)
-    torch.compiler.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert torch.allclose(compiled(x), model(x), atol=1e-5)
+def test_vit_builds_on_meta() -> None:
     with torch.device("meta"):
         empty = tiny((8, 8), patch_size=2, encoding="learned+liere:8")
     empty.to_empty(device="cpu").reset_parameters()
-    assert torch.isfinite(empty(x)).all()
+    assert torch.isfinite(empty(torch.randn(2, 1, 8, 8))).all()
 
 
 @pytest.mark.slow

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp import fully_shard
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -75,35 +77,6 @@ def test_compiled_graph_accepts_any_batch_and_token_count(encoding: str) -> None
         assert torch.allclose(actual, expected, atol=1e-4)
         assert_alike(*(gradients_of(rotary, out.square().mean()) for out in (actual, expected)))
     assert graphs.frame_count == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "encoding", [pytest.param(name, marks=() if name == "mixed" else pytest.mark.slow) for name in ENCODINGS]
-)
-def test_exported_model_needs_only_torch(encoding: str) -> None:
-    model = small_vit(encoding).eval()
-    x, _ = images()
-    exported = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=2)},))
-    assert torch.allclose(exported.module()(x), model(x), atol=1e-5)
-    assert torch.allclose(exported.module()(x[:3]), model(x[:3]), atol=1e-5)
-    assert not [node for node in exported.graph.nodes if "torchrope" in str(node.target)]
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_checkpointed_layers_have_the_same_gradients(encoding: str, reentrant: bool) -> None:
-    model = small_vit(encoding)
-    x, target = images()
-    expected = gradients_of(model, functional.cross_entropy(model(x), target))
-    for layer in model.layers:
-        layer.forward = partial(checkpoint, type(layer).forward.__get__(layer), use_reentrant=reentrant)
-    functional.cross_entropy(model(x), target).backward()  # what is re-entrant takes no torch.autograd.grad
-    found = {name: p.grad for name, p in model.named_parameters()}
-    if reentrant:  # a rotation is no tensor, and re-entrant checkpoints see gradients to tensors alone
-        expected = {name: g for name, g in expected.items() if not name.startswith("encodings.")}
-        found = {name: found[name] for name in expected}
-    assert_alike(expected, found)
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -250,3 +223,19 @@ def test_gradients_of_matrices_and_vectors_add_up(b: int) -> None:
         assert one.any()
         assert other.any()
         torch.testing.assert_close(whole, one + other, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_modes_and_tracers_see_the_operators(encoding: str) -> None:
+    made = tr.parse_encoding(encoding).rotary(num_axes=2, num_heads=2, head_dim=16)
+    x, rotation = torch.randn(1, 2, 9, 16), made(tr.grid(3, 3)).detach()
+    traced = make_fx(lambda y: tr.apply(y, rotation))(x)
+    assert any(str(node.target).startswith("torchrope.rotate_") for node in traced.graph.nodes)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        assert isinstance(tr.apply(fake.from_tensor(x), rotation), FakeTensor)
+
+
+def test_tensors_whose_memory_holds_other_values_are_rotated_as_they_read() -> None:
+    rotation = tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=16)(tr.grid(3, 3))
+    lazy = torch.complex(*torch.randn(2, 1, 2, 9, 16)).conj().imag  # is_neg()
+    assert torch.equal(tr.apply(lazy, rotation), tr.apply(lazy.resolve_neg(), rotation))

@@ -523,25 +523,6 @@ def test_encodings_and_gradients_support_vmap(family: str, b: int) -> None:
         assert torch.allclose(batched[i], one, rtol=1e-4, atol=1e-4 * one.abs().max().item())
 
 
-@pytest.mark.parametrize(("family", "b"), KINDS)
-def test_gradients_per_sample_by_torch_func(family: str, b: int) -> None:
-    encoding = build(family, b, 2)
-    inputs = make_inputs(encoding, 9, batch=(3,))
-    parameters = {name: p.detach() for name, p in encoding.named_parameters()}
-
-    def score(parameters: dict[str, torch.Tensor], q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        rotation = torch.func.functional_call(encoding, parameters, (inputs.positions,))
-        turned = tr.rotate(q, k, rotation)
-        return (turned[0] @ turned[1].mT).tanh().sum()
-
-    per_sample = torch.vmap(torch.func.grad(score), (None, 0, 0))(parameters, inputs.q, inputs.k)
-    for i in range(3):
-        loss = score(dict(encoding.named_parameters()), inputs.q[i], inputs.k[i])
-        own = torch.autograd.grad(loss, list(encoding.parameters()))
-        for (name, all_of_them), expected in zip(per_sample.items(), own, strict=True):
-            assert torch.allclose(all_of_them[i], expected, rtol=1e-3, atol=1e-3), name
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("training", "share"), [(True, 1.5), (False, 1.1)])
 def test_full_blocks_need_little_memory_beyond_the_rotation(training: bool, share: float) -> None:

@@ -52,14 +52,6 @@ def test_heads_that_share_a_rotation_serve_any_group(encoding: tr.Encoding) -> N
         tr.rotate(torch.zeros(2, 8, 9, 8), torch.zeros(2, 4, 9, 8), turn)
 
 
-def test_channels_beyond_rotary_dim_are_bit_identical() -> None:
-    encoding = tr.AxialRoPE(num_axes=2, num_heads=2, head_dim=10, rotary_dim=8)
-    q = torch.randn(2, 2, 9, 10)
-    turned, _ = tr.rotate(q, q, encoding(tr.grid(3, 3)))
-    assert torch.equal(turned[..., 8:], q[..., 8:])
-    assert not torch.allclose(turned[..., :8], q[..., :8])
-
-
 def test_rotation_is_an_immutable_value() -> None:
     turn = rotation()
     with pytest.raises(AttributeError):

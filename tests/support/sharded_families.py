@@ -14,10 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from every_family import Family, every_family
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import torchrope as tr
+from torchrope.integrations.family import adapters
 
 
 def gradients(model: Any) -> list[torch.Tensor]:
@@ -52,6 +54,33 @@ def differences(family: Family, rank: int) -> dict[str, Any]:
         except Exception as failure:
             found[name] = {"error": f"{type(failure).__name__}: {failure}"}
         dist.barrier()
+    try:
+        found["rounding"] = rounding(family, model, given[rank])
+    except Exception as failure:
+        found["rounding"] = {"error": f"{type(failure).__name__}: {failure}"}
+    dist.barrier()
+    return found
+
+
+@torch.no_grad()
+def rounding(family: Family, swapped: Any, given: Any) -> dict[str, float]:
+    """Errors of a plain and the swapped model under a policy that casts the inputs of blocks to bfloat16."""
+    narrow, found = MixedPrecisionPolicy(param_dtype=torch.bfloat16), {}
+    plain = tr.unswap(deepcopy(swapped))
+    layers, kinds = set(adapters(plain)[0].layers), nn.ModuleList | nn.Sequential
+    several = [(name, part) for name, part in plain.named_modules() if isinstance(part, kinds)]
+    each = [(f"{name}.{one}".lstrip("."), block) for name, part in several for one, block in part.named_children()]
+    blocks = [name for name, block in each if not layers.isdisjoint(block.modules())]
+    for which, model in (("plain", plain), ("swapped", swapped)):
+        torch.manual_seed(0)
+        exact = family.call(model, given)
+        for group in tr.integrations.shard_groups(model) if which == "swapped" else ():
+            fully_shard(group, mp_policy=MixedPrecisionPolicy())
+        for block in reversed(blocks):
+            fully_shard(model.get_submodule(block), mp_policy=narrow)
+        torch.manual_seed(0)
+        came = family.call(fully_shard(model, mp_policy=narrow), given).float()
+        found[which] = float((came - exact).norm() / exact.norm())
     return found
 
 

@@ -13,7 +13,7 @@ from typing_extensions import NotRequired, Self, TypedDict
 from torchrope.lattice import Lattice
 from torchrope.ops.backends import check_not_onnx, takes_kernels
 from torchrope.ops.layouts import require_dense
-from torchrope.ops.library import OPS
+from torchrope.ops.library import run
 from torchrope.ops.reference import combine
 from torchrope.ops.shapes import fits_kernels, require_shape, require_square, shown
 from torchrope.ops.skew_exp import exponential
@@ -197,7 +197,7 @@ class Encoding(Float32Module, ABC):
                 takes_kernels(name, wide_positions, factors, base) for name in ("skew_eig", "rotate_basis")
             ):
                 wide_positions, factors = widened(positions, factors, copy=True)
-                basis, angular = OPS.skew_eig(base.detach().contiguous())  # Commuting computes the gradient
+                basis, angular = run("skew_eig", base.detach().contiguous())  # Commuting computes the gradient
                 planes: dict[str, Any] = dict(base=base, basis=basis, angular=angular)
                 return Commuting(positions=wide_positions, factors=factors, **planes, **self.head_sizes)
         generators, b = self.generators(), self.block_size
@@ -208,7 +208,7 @@ class Encoding(Float32Module, ABC):
         if fits_kernels(positions, self.block_size) and all(
             takes_kernels(name, positions, generators) for name in ("exp_generators", "rotate_block")
         ):
-            table, tangent = OPS.exp_generators(positions, generators)
+            table, tangent = run("exp_generators", positions, generators)
             return Block(table=table, _tangent=tangent, **self.head_sizes)
         return Block(table=exponential(combine(positions, generators)), **self.head_sizes)
 

@@ -14,7 +14,6 @@ from torchrope.encodings import Encoding, NoEncoding
 from torchrope.inference import require_unfrozen
 from torchrope.integrations.families.shared import kind_of
 from torchrope.integrations.family import Adapter, adapters
-from torchrope.integrations.rotary import Rotary
 from torchrope.integrations.swap import adapt, swap
 from torchrope.lattice import Lattice, spaced
 from torchrope.models import Features, ViT
@@ -31,23 +30,14 @@ _FUSED = ("qkv", "qkv_proj")
 _KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "qk_norm", "norm_k", "norm_added_k")
 
 
-def extend(
-    model: Model,
-    factor: PerAxis,
-    *,
-    method: Method = "ntk",
-    train_size: PerAxis | None = None,
-) -> Model:
+def extend(model: Model, factor: PerAxis, *, method: Method = "ntk", train_size: PerAxis | None = None) -> Model:
     """Copy a model, or an encoding, for inputs larger than those trained on, with frequencies scaled per axis.
 
-    Nothing is trained, and at factor 1 outputs are the same. Position tables and biases are resampled by the
-    model. If a model has built-in RoPE, the copy gets "mixed" encodings that represent its rotation, as `swap` does;
-    of a model with a vision tower and a text model, pass the part. Layers that see only a window stay as they are,
-    except in a Swin, where the factor is that of the windows: call the copy with a larger `window_size`.
-
-    Frequencies are scaled in the units of the training size. If a model normalises positions to the same interval at
-    every size, as DINOv3 does, "interpolate" changes nothing, and a copy made by another method is valid only for
-    inputs larger by exactly `factor`.
+    Nothing is trained, and at factor 1 outputs are the same. Position tables and biases are resampled by the model.
+    A copy of a model with built-in RoPE gets "mixed" encodings that represent its rotation, as `swap` does. Layers that
+    see only a window stay as they are, except in a Swin, where the factor is that of the windows: call the copy with a
+    larger `window_size`. If a model normalises positions to the same interval at every size, as DINOv3 does,
+    "interpolate" changes nothing, and a copy by another method is valid only for inputs larger by exactly `factor`.
 
     Args:
         model: An `Encoding`; a `ViT`, `Swin` or `Features`; a model that `swap` supports, swapped or with built-in
@@ -80,12 +70,15 @@ def extend(
     larger = copy.deepcopy(model)
     if not _encodings(larger):
         _continue_own_rotation(larger)
-    factors = positive("factor", factor, _num_axes(larger))
+    axes = sorted({encoding.num_axes for encoding in _encodings(larger)})
+    if len(axes) > 1:
+        rule = "all encodings must have the same number of axes; extend one part of the model at a time"
+        raise ValueError(f"{rule}, got {kind_of(model)} with encodings of {' and '.join(map(str, axes))} axes")
+    factors = positive("factor", factor, axes[0])
     parts = {part.encoding: part for part in _parts(larger, factors)}
     if not parts:
-        raise ValueError(
-            f"model must support inputs of several sizes, got {kind_of(model)}, whose input size or windows are fixed"
-        )
+        rule = "model must support inputs of several sizes"
+        raise ValueError(f"{rule}, got {kind_of(model)}, whose input size or windows are fixed")
     for encoding, part in parts.items():
         scaling = scaling_of(method, factors, train_size=train_size, extent=part.extent)
         scale_frequencies(encoding, partial(part.scaled, scaling), method)
@@ -115,14 +108,6 @@ def _encodings(model: nn.Module) -> list[Encoding]:
     return [encoding for encoding in found if not isinstance(encoding, NoEncoding)]
 
 
-def _num_axes(model: nn.Module) -> int:
-    axes = sorted({encoding.num_axes for encoding in _encodings(model)})
-    if len(axes) > 1:
-        rule = "all encodings must have the same number of axes; extend one part of the model at a time"
-        raise ValueError(f"{rule}, got {kind_of(model)} with encodings of {' and '.join(map(str, axes))} axes")
-    return axes[0]
-
-
 def _continue_own_rotation(model: nn.Module) -> None:
     """Swap a model with built-in RoPE such that encodings represent its rotation."""
     found = sorted(adapters(model), key=lambda adapter: not adapter.family.of_text)
@@ -146,6 +131,7 @@ def _parts(model: nn.Module, factors: Sequence[float]) -> Iterator[_Part]:
     visited: set[nn.Module] = set()
     backbones: Any = [part for part in model.modules() if isinstance(part, Features)]
     windowed = {backbone.model: backbone.global_layers for backbone in backbones}
+    swapped: dict[Any, Adapter] = {adapter.rotary: adapter for adapter in adapters(model)}
     for module in model.modules():
         if isinstance(module, ViT | Stage):
             sizes = module.window if isinstance(module, Stage) else module.embed.lattice(module.arguments["input_size"])
@@ -157,12 +143,9 @@ def _parts(model: nn.Module, factors: Sequence[float]) -> Iterator[_Part]:
                 users = attention[index :: len(module.encodings)]
                 if index + 1 in full:
                     yield _part(encoding, math.prod(factors), users, module.position_map, sizes, larger)
-        elif isinstance(module, Rotary):
-            adapter = next((one for one in adapters(model) if one.rotary is module), None)
-            if adapter is None:  # a part of a model, whose layers are unknown
-                continue
-            yield from _parts_of_swapped(module, adapter, factors)
-        else:
+        elif module in swapped:
+            yield from _parts_of_swapped(module, swapped[module], factors)
+        else:  # or encodings of a part of a swapped model, whose layers are unknown
             continue
         visited.update(module.modules())
     for encoding in _encodings(model):
@@ -170,7 +153,7 @@ def _parts(model: nn.Module, factors: Sequence[float]) -> Iterator[_Part]:
             yield _Part(encoding, math.prod(factors))
 
 
-def _parts_of_swapped(rotary: Rotary, adapter: Adapter, factors: Sequence[float]) -> Iterator[_Part]:
+def _parts_of_swapped(rotary: Any, adapter: Adapter, factors: Sequence[float]) -> Iterator[_Part]:
     if rotary.keep_rotation and adapter.rotates():
         rule = "extend scales the encodings of a swapped model"
         raise ValueError(f"{rule}, got keep_rotation=True, whose built-in rotation would remain unscaled")

@@ -6,17 +6,18 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchrope.encodings import AbsoluteEncoding, Encoding, ScoreBias
-from torchrope.integrations.forward_state import ForwardState, LayerEncoder
-from torchrope.integrations.interception import Meets
+from torchrope.integrations.forward import ForwardState
+from torchrope.integrations.layer import Meets, SwappedLayer
 from torchrope.integrations.own_rotation import OwnRotation
-from torchrope.integrations.rotary import ATTRIBUTE, FrozenParameters, Rotary
-from torchrope.integrations.sources import FromArgument, FromLayer, FromPatches
+from torchrope.integrations.positions import FromArgument, FromLayer, FromPatches
+from torchrope.integrations.rotary import ATTRIBUTE, FrozenParameters, Replaced, Rotary
 
 OLDEST = {"timm": "1.0.31", "transformers": "5.23", "diffusers": "0.42"}
 """Oldest releases that the families are tested with, as in pyproject.toml; they call functions that older ones lack."""
@@ -64,8 +65,8 @@ class ModelFamily:
         layers: Names of the attention layers in a model, in order, as a pattern: "blocks.*.attn", where * is one part
             of a name. Or a function that returns the layers of a model; none if it is not of the family.
         shape: Returns the `AttentionShape` of a layer, from the model and the layer.
-        positions: Where positions come from: a class of `torchrope.integrations.sources`.
-        meets: How q and k are rotated in a layer: a class of `torchrope.integrations.interception`; or a function of
+        positions: Where positions come from: a class of `torchrope.integrations.positions`.
+        meets: How q and k are rotated in a layer: a class of `torchrope.integrations.layer`; or a function of
             the layer that returns it.
         rotation: The rotation that models have of their own, if any.
         position_tables: Names of the parameters that keep_position_tables=False sets to zero, as patterns whose *
@@ -140,15 +141,19 @@ class Adapter:
         handles = state.handles
         handles.extend(family.attach(self.tower, self.model, rotary))
         if not rotary.keep_position_tables:
-            handles.append(FrozenParameters(self.tower, self.tables()))
+            tables = self.tables()
+            names = [name for name, one in self.tower.named_parameters() if any(one is table for table in tables)]
+            handles.append(FrozenParameters(self.tower, tables))
+            handles.append(self.tower.register_load_state_dict_pre_hook(partial(_keep_zero, names)))
         if family.rotation is not None and self.rotates() and not rotary.keep_rotation:
             handles.append(FrozenParameters(self.tower, family.rotation.parameters(self.tower)))
             if family.rotation.remove is not None:
                 handles.extend(family.rotation.remove(self.tower, self.layers))
         handles.extend(family.positions.attach(state, self.layers))
         for index, (layer, shape) in enumerate(zip(self.layers, self.shapes(), strict=True)):
-            meets = family.meets if hasattr(family.meets, "attach") else family.meets(layer)
-            handles.extend(meets.attach(layer, LayerEncoder(state, index, shape.num_heads, layer)))
+            meets: Any = family.meets if hasattr(family.meets, "attach") else family.meets(layer)
+            swapped = SwappedLayer(state, index, shape.num_heads, layer, family.positions, meets)
+            handles.extend([*meets.attach(layer, swapped), Replaced(layer, "forward", swapped.forward)])
 
     def detach(self) -> None:
         """Undo `attach`."""
@@ -156,6 +161,18 @@ class Adapter:
             handle.remove()
         del self.tower._rotary_state
         delattr(self.tower, ATTRIBUTE)
+
+
+def _keep_zero(names: Sequence[str], tower: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Load a plain model's position tables, which are zero while it is swapped, into the copies that `unswap` restores.
+
+    A hook of `load_state_dict`; the state of a swapped model has these copies.
+    """
+    for index, name in enumerate(names):
+        table, original = f"{prefix}{name}", f"{prefix}{ATTRIBUTE}.table{index}"
+        if table in state and original not in state:
+            state[original] = state[table]
+            state[table] = torch.zeros_like(state[table])
 
 
 _registered: list[ModelFamily] = []

@@ -11,22 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torchrope.encodings import (
-    STRING,
-    ComRoPEAP,
-    ComRoPELD,
-    Encoding,
-    LearnedAPE,
-    LieRE,
-    MixedRoPE,
-    NoEncoding,
-    RelativePositionBias,
-    SinusoidalAPE,
-)
+from torchrope import encodings as families
+from torchrope.encodings import Encoding, NoEncoding
 from torchrope.encodings.names import takes
 from torchrope.inference import require_unfrozen
 from torchrope.integrations.checkpoints.convert import to_torchrope
-from torchrope.integrations.checkpoints.describing import describe
+from torchrope.integrations.checkpoints.recipes import describe
 from torchrope.integrations.checkpoints.settings import errors_in_one_line
 from torchrope.lattice import Lattice, spaced
 from torchrope.models import ViT
@@ -36,10 +26,10 @@ from torchrope.positions import grid, per_axis
 # The parameter of each family that has an axis dimension, if any; zeros in it are zero generators.
 _OF_AXES: dict[type[Encoding], str] = {
     NoEncoding: "",
-    MixedRoPE: "frequencies",
-    STRING: "frequencies",
-    LieRE: "upper",
-    ComRoPELD: "factors",
+    families.MixedRoPE: "frequencies",
+    families.STRING: "frequencies",
+    families.LieRE: "upper",
+    families.ComRoPELD: "factors",
 }
 _TOWERS = ("ViTModel", "Dinov2Model", "Dinov2WithRegistersModel")  # of transformers, whose layers are a ViT's
 
@@ -64,8 +54,7 @@ def inflate(
 
     Args:
         model: A `ViT`; a VisionTransformer or rope ViT (`vit_*_patch16_rope_*`) of timm; a ViT, DINOv2 or DINOv2 with
-            registers of transformers, with the classifier of ViTForImageClassification. Models of timm and
-            transformers may be swapped.
+            registers of transformers, also with ViTForImageClassification's classifier. The latter two may be swapped.
         axes: Number of axes of the data for the copy.
         patch_size: Slices of a patch, one number or one per new axis.
         size: Slices of the training data, one number or one per new axis; default: one patch. The position table,
@@ -73,9 +62,9 @@ def inflate(
         spacing: Distance between neighbouring slices in pixels of the images; or the size of a voxel along every axis
             of the data, new ones first, in mm or another unit:  (5.0, 0.8, 0.8) is 6.25 pixels.
         weights: "average" divides the patch weights evenly among slices, "center" assigns them to the middle slice.
-        encoding: Rotary encoding of the copy, as in `ViT`, to change the family; the generators are transferred. By
-            default the model's family, except that families with fixed axes per block become learned ones that
-            represent their rotation: blocks of 2 become `MixedRoPE`, `ComRoPEAP` becomes `ComRoPELD`.
+        encoding: Rotary encoding of the copy, as in `ViT`, to which the generators are transferred. By default the
+            model's family, except that families with fixed axes per block become learned ones that represent their
+            rotation: blocks of 2 become `MixedRoPE`, `ComRoPEAP` becomes `ComRoPELD`.
 
     From a `ViT` the copy keeps dtypes, device, mode and head; from other models it is float32 on the CPU, evaluating.
 
@@ -109,14 +98,9 @@ def inflate(
         inflated.absolute = _repeated(source.absolute, ahead)
     inflated.biases = nn.ModuleList(_repeated(one, ahead) for one in biases)
     inflated.position_map = _with_slices(source, depths, spacing)
-    inflated.arguments = {
-        **source.arguments,
-        "input_size": (*extents, *source.arguments["input_size"]),
-        "patch_size": inflated.embed.patch_size,
-        "positions": inflated.position_map,
-        "share_layers": share,
-        **builders(inflated),
-    }
+    sizes = (*extents, *source.arguments["input_size"])
+    inflated.arguments = source.arguments | {"input_size": sizes, "patch_size": inflated.embed.patch_size}
+    inflated.arguments |= {"positions": inflated.position_map, "share_layers": share, **builders(inflated)}
     return inflated
 
 
@@ -213,9 +197,9 @@ def _family(encoding: Encoding) -> Callable[..., Encoding]:
     """Return a function that builds an encoding of any number of axes that represents the rotation of this one."""
     sizes = ("num_axes", "num_heads", "head_dim")
     given = {name: value for name, value in describe(encoding)["arguments"].items() if name not in sizes}
-    if encoding.block_size != 2 and not isinstance(encoding, ComRoPEAP):
+    if encoding.block_size != 2 and not isinstance(encoding, families.ComRoPEAP):
         return partial(type(encoding), **given)
-    family: Any = MixedRoPE if encoding.block_size == 2 else ComRoPELD
+    family: Any = families.MixedRoPE if encoding.block_size == 2 else families.ComRoPELD
     kept = [name for name in ("block_size", "rotary_dim", "shared_heads") if name in given and takes(family, name)]
     return partial(family, **{name: given[name] for name in kept})
 
@@ -223,12 +207,12 @@ def _family(encoding: Encoding) -> Callable[..., Encoding]:
 def _repeated(part: nn.Module, ahead: tuple[int, ...]) -> Any:
     """Return a position table that repeats the original for every slice, or a bias for every pair of slices."""
     build: Callable[..., Any]
-    if isinstance(part, RelativePositionBias):
-        build = partial(RelativePositionBias, num_heads=part.num_heads)
+    if isinstance(part, families.RelativePositionBias):
+        build = partial(families.RelativePositionBias, num_heads=part.num_heads)
         table = part.table.detach().repeat(math.prod(2 * size - 1 for size in ahead), 1)
-    elif isinstance(part, LearnedAPE | SinusoidalAPE):
-        build = partial(LearnedAPE, dim=part.dim)
-        if isinstance(part, LearnedAPE):
+    elif isinstance(part, families.LearnedAPE | families.SinusoidalAPE):
+        build = partial(families.LearnedAPE, dim=part.dim)
+        if isinstance(part, families.LearnedAPE):
             build = partial(build, intensity=part.intensity, cell=(1.0,) * len(ahead) + part.cell)
         table = part(*part.sizes).detach().unflatten(0, part.sizes).repeat(*ahead, *(1,) * (len(part.sizes) + 1))
     else:

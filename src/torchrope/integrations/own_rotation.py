@@ -1,12 +1,7 @@
-"""`OwnRotation`: a model's built-in RoPE (frequencies, positions, channel pairs), transferred to an encoding by `swap`.
+"""`OwnRotation`: a model's own RoPE (frequencies, positions, channel pairs), transferred to an encoding by `swap`."""
 
-The order of channels that it gives q and k is not undone, because scores q^T k do not contain it.
-"""
-
-import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,9 +79,8 @@ class OwnRotation:
         order = _cyclic_order(padded.frequencies, encoding.block_size // 2) if encoding.block_size % 2 == 0 else None
         if order is not None:
             paired = [channel for pair in order for channel in self.channels[2 * pair : 2 * pair + 2]]
-            yield replace(
-                padded, frequencies=padded.frequencies[..., order], channels=(*paired, *self.channels[2 * rotated :])
-            )
+            channels = (*paired, *self.channels[2 * rotated :])
+            yield replace(padded, frequencies=padded.frequencies[..., order], channels=channels)
 
 
 def interleaved(head_dim: int) -> tuple[int, ...]:
@@ -112,12 +106,6 @@ def geometric(dims: Sequence[int], thetas: Sequence[float], dtype: torch.dtype =
     return axis_by_axis([1.0 / theta**exponent for theta, exponent in zip(thetas, exponents, strict=True)])
 
 
-def with_augmentation(lattice: Lattice, shift: float | None, stretch: float | None, rescale: float | None) -> Lattice:
-    """Return a lattice with DINOv3's random changes of positions in training, None for none."""
-    changes: dict[str, Any] = {"shift": shift, "stretch": stretch, "rescale": rescale}
-    return replace(lattice, **{name: amount for name, amount in changes.items() if amount is not None})
-
-
 def exact(frequencies: Tensor) -> Tensor:
     """Convert a model's frequencies to float64 on the CPU; warn once if they have less precision than float32."""
     if frequencies.is_meta:
@@ -127,26 +115,6 @@ def exact(frequencies: Tensor) -> Tensor:
         rule = "init='model' keeps the model's frequencies, which a cast has rounded"
         warn_once(f"{rule}: swap before casting the model, got {frequencies.dtype}")
     return frequencies.detach().cpu().double()
-
-
-def with_exact_frequencies(rope: Any, recompute: Callable[[Any], object]) -> Any:
-    """Return a rotary embedding, or a float32 copy with buffers as at construction if they were rounded or are meta."""
-    buffers = dict(rope.named_buffers(recurse=False))
-    lost = {name: buffer for name, buffer in buffers.items() if is_narrow(buffer) or buffer.is_meta}
-    if not lost or any(parameter.is_meta for parameter in rope.parameters()):
-        return rope
-    again = copy.deepcopy(rope)
-    again = (again.to_empty(device="cpu") if any(buffer.is_meta for buffer in lost.values()) else again).float()
-    with torch.no_grad():
-        for name, buffer in lost.items():
-            has_nan = buffer.is_floating_point() or buffer.is_complex()
-            again.get_buffer(name).fill_(torch.nan if has_nan else 0)
-        recompute(again)
-    same = all(
-        again.get_buffer(name).isfinite().all() if buffer.is_meta else again.get_buffer(name).to(buffer).equal(buffer)
-        for name, buffer in lost.items()
-    )
-    return again if same else rope  # not those of the configuration: changed since, or of a class without base
 
 
 def _cyclic_order(frequencies: Tensor, pairs_of_block: int) -> list[int] | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrope.integrations.family import Adapter, AttentionShape
-from torchrope.integrations.interception import NotReached, inputs_of, kind_of_layer
+from torchrope.integrations.layer import NotReached, inputs_of, kind_of_layer
 from torchrope.integrations.rotary import Rotary
 from torchrope.rotations import Planar
 
@@ -44,7 +44,7 @@ def _failure(layer: Any, shape: AttentionShape, encoding: Any, running: Any) -> 
     heads = 1 if encoding.shared_heads or encoding.num_heads == 1 else shape.num_heads
     for inputs, count in _samples(layer, shape):
         try:
-            expected = _first(layer.forward(**inputs))
+            expected = _first(_own_forward(layer)(**inputs))
         except NotReached:
             raise
         except Exception:  # it takes other inputs
@@ -62,17 +62,12 @@ def _difference(
     layer: Any, inputs: Any, count: int, expected: Tensor, frequencies: Tensor, head_dim: int, running: Any
 ) -> str | None:
     """Return how the outputs of a layer differ from those expected if all tokens are at the same position."""
-    positions, calls = torch.ones(count, 1, device=expected.device), []
-    rotation = Planar(positions=positions, frequencies=frequencies.to(positions), head_dim=head_dim)
-
-    def encode(pair: Any) -> tuple[Tensor, Tensor]:
-        calls.append(pair)
-        return Planar.encode(rotation, pair)
-
-    vars(rotation)["encode"] = encode
+    calls: list[Any] = []
+    positions = torch.ones(count, 1, device=expected.device)
+    rotation = _Counted(positions=positions, frequencies=frequencies.to(positions), head_dim=head_dim, calls=calls)
     running.rotation = running.other = rotation
     try:
-        outputs = _first(layer.forward(**inputs))
+        outputs = _first(_own_forward(layer)(**inputs))
     except (ValueError, RuntimeError) as error:
         return str(error)
     finally:
@@ -83,6 +78,21 @@ def _difference(
         return None
     differs = (outputs - expected).abs().max() > torch.finfo(outputs.dtype).eps ** 0.5 * expected.abs().max()
     return "its outputs change if all tokens rotate alike" if differs else None
+
+
+class _Counted(Planar):
+    """A rotation that notes its calls."""
+
+    calls: list[Any]
+
+    def encode(self, x: Any) -> tuple[Tensor, Tensor]:
+        self.calls.append(x)
+        return super().encode(x)
+
+
+def _own_forward(layer: Any) -> Any:
+    """Return the forward of a layer that rotates q and k, without the computation of its rotation."""
+    return vars(layer)["forward"].__self__.own
 
 
 def _samples(layer: Any, shape: AttentionShape) -> Iterator[tuple[dict[str, Any], int]]:

@@ -22,11 +22,8 @@ class _AxialHalves(nn.Module):
         self.F0 = F0
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Return tokens `(batch, heads, n, head_dim)` rotated by positions `(batch or 1, n, axes)`, real numbers.
-
-        ValueError for other shapes, or a head_dim that is not divisible by 2 per axis.
-        """
-        _check(tokens, positions, self.names, self.axes)
+        """Return tokens `(batch, heads, n, head_dim)` rotated by real positions `(batch or 1, n, axes)`."""
+        self._check(tokens, positions)
         whole = None if positions.is_floating_point() else wide_positions(positions, unread=torch.float32)
         wide = wide_dtype(tokens) if whole is None else wide_dtype(tokens, whole)
         pairs = tokens.shape[-1] // (2 * self.axes)
@@ -40,6 +37,21 @@ class _AxialHalves(nn.Module):
         rotation = from_angles(angles.flatten(0, 1).unsqueeze(1)).in_halves()
         rotated = apply(parts.flatten(2, 3).flatten(0, 1), rotation)
         return rotated.reshape(parts.shape).permute(0, 2, 3, 4, 1, 5).reshape(tokens.shape)
+
+    def _check(self, tokens: Tensor, positions: Tensor) -> None:
+        if tokens.ndim != 4 or not tokens.is_floating_point():
+            received = f"{tokens.dtype} {tuple(tokens.shape)}"
+            raise ValueError(f"tokens must be floating point (batch, heads, n, head_dim), got {received}")
+        (batch, _, n, channels), axes = tokens.shape, self.axes
+        if channels % (2 * axes):
+            pairs = f"{2 * axes}, a pair for each of {self.names}"
+            raise ValueError(f"head_dim must be divisible by {pairs}, got {channels}")
+        shapes = (batch, n, axes), (1, n, axes)
+        if tuple(positions.shape) not in shapes:
+            rule = f"positions must be {self.names}, {shapes[0]} or {shapes[1]}"
+            raise ValueError(f"{rule}, got {tuple(positions.shape)}")
+        if positions.is_complex() or positions.dtype == torch.bool:
+            raise ValueError(f"positions must be real numbers, got {positions.dtype}")
 
     def extra_repr(self) -> str:
         """Return the constructor arguments for `repr`."""
@@ -55,11 +67,11 @@ class RoPE2D(_AxialHalves):
         z_i = cos(a_i) x_i - sin(a_i) x_{i+m/2},    z_{i+m/2} = sin(a_i) x_i + cos(a_i) x_{i+m/2}
 
     The input is not modified and may require a gradient. Arithmetic is float32, or float64 for float64, in a model of
-    any dtype and under autocast, and rounded once at the end. The module has neither parameters nor buffers, so
-    checkpoints of models with another RoPE2D load unchanged; it does not synchronise the device.
+    any dtype and under autocast, rounded once. There are neither parameters nor buffers, so checkpoints of models with
+    another RoPE2D load unchanged; the device is not synchronised.
 
     References:
-        Weinzaepfel et al., CroCo v2, section 3.2, for RoPE of two axes; Wang et al., DUSt3R, where freq is 100. Su et
+        Weinzaepfel et al., CroCo v2, section 3.2, for RoPE of two axes; Wang et al., DUSt3R, where freq is 100; Su et
         al., RoFormer, equation 15, for the frequencies.
     """
 
@@ -73,26 +85,8 @@ class PointROPE(_AxialHalves):
     The first third of the channels of a head is rotated by x, the second by y, the last by z. Within a third of
     m = head_dim / 3 channels, channels i and i + m / 2 are a pair, rotated by a_i = p F0 / freq^(2i/m), F0 in radians
     per cell of the grid. Arguments, precision and gradients are those of `RoPE2D`. The original changes its input in
-    place and returns it: use what is returned, the input is not modified.
-
-    References:
-        Yue et al., LitePT (arXiv:2512.13689).
+    place and returns it: use what is returned, the input is not modified. Yue et al., LitePT (arXiv:2512.13689).
     """
 
     axes = 3
     names = "x, y and z"
-
-
-def _check(tokens: Tensor, positions: Tensor, names: str, axes: int) -> None:
-    if tokens.ndim != 4 or not tokens.is_floating_point():
-        rule = "tokens must be floating point (batch, heads, n, head_dim)"
-        raise ValueError(f"{rule}, got {tokens.dtype} {tuple(tokens.shape)}")
-    if tokens.shape[-1] % (2 * axes):
-        rule = f"head_dim must be divisible by {2 * axes}, a pair for each of {names}"
-        raise ValueError(f"{rule}, got {tokens.shape[-1]}")
-    batch, _, n, _ = tokens.shape
-    if tuple(positions.shape) not in ((batch, n, axes), (1, n, axes)):
-        shapes = f"{(batch, n, axes)} or {(1, n, axes)}"
-        raise ValueError(f"positions must be {names}, {shapes}, got {tuple(positions.shape)}")
-    if positions.is_complex() or positions.dtype == torch.bool:
-        raise ValueError(f"positions must be real numbers, got {positions.dtype}")

@@ -1,6 +1,6 @@
 """`Rotary`, the module that `swap` adds to a model of another library: its encodings and the positions they take."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -9,12 +9,14 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from torchrope.encodings import Encoding
+from torchrope.integrations.own_rotation import halves
 from torchrope.lattice import Lattice
-from torchrope.positions import prefix
+from torchrope.positions import grid, prefix
 from torchrope.tensors import wide_positions
 
 ATTRIBUTE = "rotary"
 """Attribute of a swapped model that holds its encodings."""
+_KEPT = 8
 
 
 class Rotary(nn.Module):
@@ -36,8 +38,14 @@ class Rotary(nn.Module):
         self.lattices = list(lattices)
         self._first = [self.lattices.index(lattice) for lattice in lattices]  # here, as compilers compare none
         self.channels = [None if order == tuple(range(len(order or ()))) else order for order in channels]
+        rotated = [encoding.rotary_dim for encoding in encodings]
+        self._has_halves = [
+            order is not None and order == (*halves(pairs), *range(pairs, len(order)))
+            for order, pairs in zip(self.channels, rotated, strict=True)
+        ]
         self.received: dict[str, Any] = {}  # the source of each layer's tables, if the family looks for it
         self.original_modules = nn.ModuleDict()  # submodules of the model that are removed while it is swapped
+        self._known: dict[Any, Tensor] = {}  # positions of all tokens of a lattice, by its sizes
         self._place_orders()
 
     def requires_grad_(self, requires_grad: bool = True) -> "Rotary":
@@ -49,42 +57,81 @@ class Rotary(nn.Module):
         """Return the index of the encoding of a layer."""
         return layer if len(self.encodings) > 1 else 0
 
-    def order(self, layer: int, device: torch.device) -> Tensor | None:
-        """Return the order in which the encoding of a layer takes the channels of a head, None for their own."""
-        order = self._orders[self.index(layer)]
-        if order is None or order.device == device:
-            return order
-        order = order.to(device)
-        if not torch.compiler.is_compiling() and type(order) is Tensor:
-            self._orders[self.index(layer)] = order
-        return order
+    def _tensors(self) -> Iterator[Tensor]:
+        return chain(self.encodings.parameters(), self.encodings.buffers())
+
+    def lattice_of(self, layer: int) -> int:
+        """Return the index of the first lattice that equals that of a layer."""
+        return self._first[self.index(layer)]
+
+    def has_halves(self, layer: int) -> bool:
+        """Return whether an encoding's pairs of channels are (i, i + n) in the layer, for its n pairs."""
+        return self._has_halves[self.index(layer)]
+
+    def orders(self, layer: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """Return the order in which an encoding takes the channels of a head, and the one back; None for their own."""
+        orders = self._orders[self.index(layer)]
+        if orders is None or orders[0].device == device:
+            return orders
+        orders = orders[0].to(device), orders[1].to(device)
+        if not torch.compiler.is_compiling() and type(orders[0]) is Tensor:
+            self._orders[self.index(layer)] = orders
+        return orders
 
     def _place_orders(self) -> None:
         """Compute `channels` as tensors, no buffers: loaders overwrite those with memory that no file restores."""
-        first = next(chain(self.encodings.parameters(), self.encodings.buffers()), None)
+        first = next(self._tensors(), None)
         device = "cpu" if first is None or first.is_meta else first.device
-        self._orders = [None if order is None else torch.tensor(order, device=device) for order in self.channels]
+        self._orders: list[tuple[Tensor, Tensor] | None] = []
+        for channels in self.channels:
+            order = None if channels is None else torch.tensor(channels, device=device)
+            self._orders.append(None if order is None else (order, order.argsort()))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
         super()._apply(fn, recurse)
         self._place_orders()
+        self._known = {}
         return self
 
     def positions(
-        self, indices: Tensor, sizes: Sequence[int | Tensor] = (), num_prefix: int = 0, num_suffix: int = 0
+        self, indices: Tensor | torch.device, sizes: Sequence[int | Tensor] = (), before: int = 0, after: int = 0
     ) -> list[Tensor]:
-        """Return the positions of tokens, by their indices `(..., tokens, axes)` in a lattice, for each encoding."""
+        """Return the positions of tokens for each encoding, as `positions_of`."""
         different = {
-            first: pad(prefix(self.at(first, indices, sizes), num_prefix), (0, 0, 0, num_suffix))
-            for first in dict.fromkeys(self._first)
+            first: self.positions_of(first, indices, sizes, before, after) for first in dict.fromkeys(self._first)
         }
         return [different[first] for first in self._first]
+
+    def positions_of(
+        self,
+        index: int,
+        indices: Tensor | torch.device,
+        sizes: Sequence[int | Tensor] = (),
+        before: int = 0,
+        after: int = 0,
+    ) -> Tensor:
+        """Return the positions of tokens for one encoding, with tokens at the origin before and after them.
+
+        Their indices in a lattice are `(..., tokens, axes)`, or those of all its tokens on a device; their positions
+        are kept for the next forward at these sizes.
+        """
+        if isinstance(indices, Tensor):
+            return pad(prefix(self.at(index, indices, sizes), before), (0, 0, 0, after))
+        dtype = next((tensor.dtype for tensor in self._tensors()), None)
+        key = (self._first[index], indices, *sizes, before, after, dtype, torch.is_inference_mode_enabled())
+        keeps = not self.training and not torch.compiler.is_compiling() and all(type(size) is int for size in sizes)
+        if keeps and key in self._known:
+            return self._known[key]
+        whole: list[Any] = list(sizes)
+        positions = self.positions_of(index, grid(*whole, device=indices), sizes, before, after)
+        if keeps and type(positions) is Tensor:
+            self._known = {**dict(list(self._known.items())[-_KEPT:]), key: positions}
+        return positions
 
     def at(self, index: int, indices: Tensor, sizes: Sequence[int | Tensor] = ()) -> Tensor:
         """Return the positions of some tokens of a lattice for one encoding, `(..., tokens, axes)`."""
         lattice: Lattice = self.lattices[index]
-        first = islice(chain(self.encodings.parameters(), self.encodings.buffers()), 1)
-        double = any(tensor.dtype == torch.float64 for tensor in first)
+        double = any(tensor.dtype == torch.float64 for tensor in islice(self._tensors(), 1))
         if not indices.is_floating_point():  # read only where that costs no synchronisation
             double |= wide_positions(indices, unread=torch.float32).dtype == torch.float64
         positions = lattice.at(indices.to(torch.float64 if double else torch.float32), sizes)

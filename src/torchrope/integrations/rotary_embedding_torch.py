@@ -20,10 +20,8 @@ def apply_rotary_emb(
 ) -> Tensor:
     """Rotate adjacent pairs of channels of t by angles freqs, each twice in turn, and multiply them by a scale.
 
-    Computed in float32 or wider and rounded once; gradients reach t, freqs and scale.
-
-    Raises:
-        ValueError: more rotated channels than t has behind start_index, or an odd number.
+    Computed in float32 or wider and rounded once; gradients reach t, freqs and scale. ValueError for more rotated
+    channels than t has behind start_index, or an odd number.
     """
     if freqs_seq_dim is None and (freqs.ndim == 2 or t.ndim == 3):
         freqs_seq_dim = 0
@@ -61,9 +59,7 @@ class RotaryEmbedding(Float32Module):
 
     Angles are p f_i with f_i = theta^(-2i/dim) for "lang", float32 or wider for models of any dtype. Nothing is cached:
     the arguments of the original's cache have no effect. State dictionaries and gradients are those of the original.
-
-    Raises:
-        ValueError: unknown freqs_for, interpolate_factor below 1; in calls, q alone with use_xpos.
+    ValueError for an unknown freqs_for or an interpolate_factor below 1; in calls, for q alone with use_xpos.
 
     References:
         Su et al., RoFormer, equation 15; Sun et al., A Length-Extrapolatable Transformer, for xPos.
@@ -142,7 +138,7 @@ class RotaryEmbedding(Float32Module):
         """Rotate queries and keys of one sequence, and scale them as xPos does."""
         if not self.use_xpos:
             raise ValueError("rotate_queries_and_keys must be called with use_xpos=True, got False")
-        return self._scaled(q, k, seq_dim, 0)
+        return self.rotate_queries_with_cached_keys(q, k, seq_dim)
 
     def rotate_queries_with_cached_keys(
         self, q: Tensor, k: Tensor, seq_dim: int | None = None, offset: float = 0
@@ -151,9 +147,6 @@ class RotaryEmbedding(Float32Module):
 
         With xPos the result is the last tokens of `rotate_queries_and_keys`; that of release 0.9.1 differs from it.
         """
-        return self._scaled(q, k, seq_dim, offset)
-
-    def _scaled(self, q: Tensor, k: Tensor, seq_dim: int | None, offset: float) -> tuple[Tensor, Tensor]:
         seq_dim = self.default_seq_dim if seq_dim is None else seq_dim
         q_len, k_len = q.shape[seq_dim], k.shape[seq_dim]
         if q_len > k_len:
@@ -174,10 +167,7 @@ class RotaryEmbedding(Float32Module):
         return (self.scale ** power.unsqueeze(-1)).repeat_interleave(2, dim=-1)
 
     def get_axial_freqs(self, *dims: int, offsets: Any = None) -> Tensor:
-        """Return the angles of a lattice, `(*dims, len(dims) * dim)`, the channels of one axis behind another's.
-
-        Sizes dims are placed in [-1, 1] for "pixel"; offsets, one per axis, are added to positions.
-        """
+        """Return the angles of a lattice of sizes dims, in [-1, 1] for "pixel", axis by axis: `(*dims, axes * dim)`."""
         if offsets is not None and len(offsets) != len(dims):
             raise ValueError(f"offsets must be one per axis, {len(dims)}, got {len(offsets)}")
         parts = []

@@ -10,12 +10,11 @@ from torch import nn
 
 from torchrope.encodings import Encoding, NoEncoding, parse_encoding
 from torchrope.encodings.names import built_class
-from torchrope.integrations.checkpoints.describing import describe, to_json
+from torchrope.integrations.checkpoints.recipes import describe, to_json
 from torchrope.integrations.checkpoints.settings import Limits, check, settable
 from torchrope.integrations.families import refuse
 from torchrope.integrations.families.shared import kind_of
 from torchrope.integrations.family import Adapter, AttentionShape, adapters
-from torchrope.integrations.own_rotation import OwnRotation
 from torchrope.integrations.proof import prove
 from torchrope.integrations.rotary import ATTRIBUTE, Rotary
 from torchrope.lattice import Lattice
@@ -41,27 +40,25 @@ def swap(
 
     The model is changed in-place; its parameters keep their names, those of the encoding are added under `rotary`.
     Outputs are preserved for fine-tuning: with keep_position_tables=True those of a model without RoPE stay
-    bit-identical (init="zeros"), and a model with RoPE keeps its frequencies, positions and pairs of channels
-    (init="model"), with outputs equal up to rounding. With norms of q and k over head_dim outputs are equal up to
-    rounding too, because a planar rotation and the norm before it are computed in one pass and rounded once.
+    bit-identical (init="zeros"), up to rounding if q and k have norms over head_dim; a model with RoPE keeps its
+    frequencies, positions and pairs of channels (init="model"), with outputs equal up to rounding.
 
     Args:
-        model: One of those in docs/use-it-in-your-model.md (vision models and text models of timm and transformers,
-            transformers of diffusers, nnU-Net's Primus), or a model that contains one; of a vision tower and a text
+        model: One of those in docs/use-it-in-your-model.md, or a model that contains one; of a vision tower and a text
             model, the tower is swapped. A layer of each kind is run once and compared with its own code.
         encoding: A name ("mixed", "liere:8"); an `Encoding`, shared by all layers, its rotation computed once per
             forward; or a factory called for each layer with num_axes, num_heads and head_dim.
         block_size: b, if encoding is a name or a factory that takes one.
-        keep_position_tables: Whether to keep the model's position table (a Swin's relative bias). False sets
-            it to zero and freezes it; `unswap` restores it.
+        keep_position_tables: Whether to keep the model's position table (a Swin's relative bias). False sets it to
+            zero and freezes it; `unswap` restores it.
         keep_rotation: Whether to keep the model's built-in rotation in addition to the new one.
-        init: "model" starts from the model's built-in rotation, in the model's units of position; "zeros" from no
-            rotation; "paper" from the paper's initialisation. For a model with RoPE the last two change outputs, with
-            a warning. Default: "model" for a model with RoPE, "zeros" otherwise. An `Encoding`, or one built by a
-            function, keeps its generators unless init is "model".
-        spacing: Distance between neighbouring tokens, one number or one per axis; by default the convention of the
-            encoding's paper at the size the model was built for. It never changes with the input size. With
-            init="model" positions are the model's; in a model of diffusers they always are, multiplied by `spacing`.
+        init: "model", the default for a model with RoPE, starts from its built-in rotation, in its units of position;
+            "zeros", the default otherwise, from no rotation; "paper" from the paper's initialisation. The last two
+            change outputs of a model with RoPE, with a warning. An `Encoding`, or one built by a function, keeps its
+            generators unless init is "model".
+        spacing: Distance between neighbouring tokens, one number or one per axis, at every input size; by default the
+            convention of the encoding's paper at the size the model was built for. With init="model" positions are the
+            model's; in a model of diffusers they always are, multiplied by `spacing`.
         origin: Position of the first token, one number or one per axis; default as for `spacing`.
 
     Raises:
@@ -97,9 +94,15 @@ def swap(
         if next(made.parameters(), None) is not None:  # fixed frequencies stay
             made.zero_()
     if rotations:
-        lattices, channels = _continue(rotations, encodings, _dtype(adapter))
+        if len(encodings) == 1 and any(not rotation.same_as(rotations[0]) for rotation in rotations):
+            rule = "encoding must be a name or a function for init='model' if layers rotate differently"
+            raise ValueError(f"{rule}, got one shared by all")
+        dtype = wide_dtype(next(adapter.tower.parameters()))
+        lattices = [rotation.lattice for rotation in rotations[: len(encodings)]]
+        own = zip(rotations, encodings, strict=False)
+        channels: list[Any] = [rotation.transfer_to(made.to(dtype)) for rotation, made in own]
     else:
-        pairs = list(zip(encodings, shapes, strict=False))
+        pairs = zip(encodings, shapes, strict=False)
         usual = [made.lattice.spaced(*shape.lattice) if shape.sized else {} for made, shape in pairs]
         lattices, channels = [Lattice(**{**one, **given}) for one in usual], [None] * len(encodings)
         moved = next((made for made in encodings if _has_zero_generators(made) is False), None)
@@ -109,9 +112,7 @@ def swap(
         elif init != "paper" and moved is not None:
             rule = "outputs change, because the encoding rotates from the start; init='paper' says that this is wanted"
             warnings.warn(f"{rule}, got {kind_of(moved)}", stacklevel=2)
-    install(
-        adapter, encodings, lattices, channels, keep_position_tables=keep_position_tables, keep_rotation=keep_rotation
-    )
+    install(adapter, encodings, lattices, channels, keep_position_tables, keep_rotation)
     if not keep_position_tables and not keep_rotation and all(map(_has_zero_generators, encodings)):
         reason = "the position table and all generators are zero; init='paper' starts with a rotation"
         warnings.warn(f"{kind_of(model)} has no position information: {reason}", stacklevel=2)
@@ -127,8 +128,7 @@ def swap(
 def unswap(model: Model) -> Model:
     """Undo `swap`: remove the encodings and restore the position table and the built-in rotation.
 
-    Raises:
-        ValueError: a model that is not swapped, whose tables were resized since, or with `enable_parallelism`.
+    ValueError for a model that is not swapped, whose tables were resized since, or with `enable_parallelism`.
     """
     adapter = _before_parallelism(adapt(model))
     rotary = adapter.rotary
@@ -157,12 +157,14 @@ def install(
     encodings: list[Encoding],
     lattices: Sequence[Lattice],
     channels: Sequence[tuple[int, ...] | None],
-    **choices: bool,
+    keep_position_tables: bool,
+    keep_rotation: bool,
 ) -> Rotary:
-    """Install encodings, already checked against the layers, in a model; choices are arguments of `Rotary`."""
+    """Install encodings, already checked against the layers, in a model; in at least float32, as half rounds angles."""
+    choices = {"keep_position_tables": keep_position_tables, "keep_rotation": keep_rotation}
     rotary = Rotary(encodings, lattices=lattices, channels=channels, **choices)
-    device = next(adapter.tower.parameters()).device
-    rotary.to(device=device, dtype=_dtype(adapter)).train(adapter.tower.training)
+    own: nn.Parameter = next(adapter.tower.parameters())
+    rotary.to(device=own.device, dtype=wide_dtype(own)).train(adapter.tower.training)
     with torch.no_grad():
         for index, table in enumerate([] if rotary.keep_position_tables else adapter.tables()):
             rotary.register_buffer(f"table{index}", table.clone())
@@ -197,23 +199,6 @@ def _before_parallelism(adapter: Adapter) -> Adapter:
     return adapter
 
 
-def _continue(
-    rotations: list[OwnRotation], encodings: list[Encoding], dtype: torch.dtype
-) -> tuple[list[Lattice], list[tuple[int, ...] | None]]:
-    """Transfer each layer's built-in rotation to its encoding; return the lattices and channel orders."""
-    if len(encodings) == 1 and any(not rotation.same_as(rotations[0]) for rotation in rotations):
-        rule = "encoding must be a name or a function for init='model' if layers rotate differently"
-        raise ValueError(f"{rule}, got one shared by all")
-    channels = [one.transfer_to(encoding.to(dtype)) for one, encoding in zip(rotations, encodings, strict=False)]
-    return [one.lattice for one in rotations[: len(encodings)]], list(channels)
-
-
-def _dtype(adapter: Adapter) -> torch.dtype:
-    """Return at least float32: half precision would round angles of many radians."""
-    own: nn.Parameter = next(adapter.tower.parameters())
-    return wide_dtype(own)
-
-
 def _encodings(
     encoding: str | Encoding | Callable[..., Encoding], shapes: list[AttentionShape], block_size: int | None
 ) -> list[Encoding]:
@@ -230,10 +215,8 @@ def _encodings(
                 rule = "encoding must be rotary (keep_position_tables=True keeps the model's table)"
                 raise ValueError(f"{rule}, got {encoding!r}")
             encoding = choice.rotary
-        encodings = [
-            encoding(num_axes=len(shape.lattice), num_heads=shape.num_heads, head_dim=shape.head_dim, **further)
-            for shape in shapes
-        ]
+        heads = [{"num_heads": shape.num_heads, "head_dim": shape.head_dim, **further} for shape in shapes]
+        encodings = [encoding(num_axes=len(shape.lattice), **head) for shape, head in zip(shapes, heads, strict=True)]
     for index, shape in enumerate(shapes):
         check_fit(encodings[index % len(encodings)], shape)
     return encodings

@@ -42,10 +42,9 @@ def save_pretrained(
 ) -> None:
     """Write a swapped model by `torchrope.save`, because from_pretrained would drop its encodings.
 
-    The folder gets the model's configuration as base_config.json, from which the model for `torchrope.load` with
-    `into=` is built; a config.json by which from_pretrained raises an error that says so; and an index file that lets a
-    Trainer resume from it. Sharding options of transformers are ignored. ValueError is raised for push_to_hub=True, a
-    folder with the config.json of another model, other tensors, and a model that `torchrope.save` does not support.
+    The folder gets the model's configuration as base_config.json, a config.json by which from_pretrained raises an
+    error that says so, and an index with which a Trainer resumes. Sharding options are ignored. ValueError for
+    push_to_hub=True, a config.json of another model, other tensors, and what `torchrope.save` does not support.
     """
     folder = Path(save_directory)
     config = folder / CONFIG_NAME

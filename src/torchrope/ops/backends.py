@@ -106,7 +106,7 @@ def takes_kernels(kernel: str, *tensors: Tensor) -> bool:
     if reason == _NOT_BUILT and not torch.compiler.is_compiling():
         _warn_not_built()
     # An exported graph should run without torchrope installed.
-    return reason is None and not (name == "auto" and _is_exporting())
+    return reason is None and not (name == "auto" and is_exporting())
 
 
 def check_not_onnx(what: object) -> None:
@@ -177,7 +177,8 @@ def _warn_not_built() -> None:
 _exports = getattr(torch.compiler, "is_exporting", None)  # since torch 2.7
 
 
-def _is_exporting() -> bool:
+def is_exporting() -> bool:
+    """Return whether a model is being exported, by torch.export or to ONNX."""
     if _exports is not None and _exports():
         return True
     # Outside of torch.export, torch.onnx traces; is_in_onnx_export alone takes longer than a small kernel.

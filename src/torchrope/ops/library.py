@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrope.ops import native
 from torchrope.ops.backends import backend, current, runs_on_gpu
@@ -48,6 +48,35 @@ SCHEMAS = {
 }
 
 
+_COMPUTE: dict[str, Callable[..., Any]] = {}  # of plain tensors
+_FUNCTIONS: dict[str, type[torch.autograd.Function]] = {}  # the same with gradients
+_PLAIN = (Tensor, nn.Parameter)
+_OBSERVERS = [private(f"_C.{name}") for name in ("_len_torch_dispatch_stack", "_len_torch_function_stack")]
+_OBSERVERS += [private("_C._functorch.get_interpreter_stack"), private("_C._get_tracing_state")]
+
+
+def run(name: str, *args: Any) -> Any:
+    """Call an operator; of plain tensors without the dispatcher, which takes longer than a small kernel."""
+    if _is_observed(args):
+        return getattr(OPS, name)(*args)
+    if torch.is_grad_enabled() and any([isinstance(x, Tensor) and x.requires_grad for x in args]):  # noqa: C419
+        return _FUNCTIONS[name].apply(*args)
+    return _COMPUTE[name](*args)
+
+
+def _is_observed(args: Sequence[Any]) -> bool:
+    """Return whether a mode, transform, tracer or subclass of tensors may have to see an operator."""
+    if torch.compiler.is_compiling() or None in _OBSERVERS or any([observer() for observer in _OBSERVERS]):  # noqa: C419
+        return True
+    tensors = [x for x in args if x is not None and type(x) is not bool]
+    return any([type(x) not in _PLAIN or _is_lazy(x) for x in tensors])  # noqa: C419
+
+
+def _is_lazy(x: Tensor) -> bool:
+    """Return whether the memory of a tensor does not hold its values."""
+    return x.is_neg() or x._is_zerotensor() or x.layout != torch.strided
+
+
 def kernels(like: Tensor) -> ModuleType:
     """Return the module with the kernels of a tensor's device."""
     return import_module("torchrope.ops.gpu") if runs_on_gpu(like) else native
@@ -57,7 +86,7 @@ def _register(name: str, schema: str, fake: Callable[..., Any]) -> None:
     """Define an operator whose arguments are checked, without sizes in fake calls: these would add guards."""
     parameters = tuple(argument.split()[-1] for argument in schema[1 : schema.index(") ->")].split(", "))
 
-    def run(*args: Any) -> Any:
+    def compute(*args: Any) -> Any:
         require_fit(name, parameters, args)
         result = getattr(kernels(args[0]), name)(*args)
         return (result, _tangent(result)) if name == "exp_generators" else result
@@ -67,7 +96,8 @@ def _register(name: str, schema: str, fake: Callable[..., Any]) -> None:
         return fake(*args)
 
     torch.library.define(f"torchrope::{name}", schema)
-    torch.library.impl(f"torchrope::{name}", ("cpu", "cuda"))(run)
+    torch.library.impl(f"torchrope::{name}", ("cpu", "cuda"))(compute)
+    _COMPUTE[name] = compute
     torch.library.register_fake(f"torchrope::{name}", allocate)
 
 
@@ -139,9 +169,6 @@ for _name, _schema in SCHEMAS.items():
 # Gradients.
 
 
-_BelowAutograd = private("_C._AutoDispatchBelowAutograd")
-
-
 def _differentiate(name: str, save: Callable, gradient: Callable) -> None:
     """Register the gradient of an operator; it uses the backend of the forward call."""
 
@@ -153,29 +180,18 @@ def _differentiate(name: str, save: Callable, gradient: Callable) -> None:
         with backend(ctx.backend):
             return gradient(ctx, *grads)
 
-    if _BelowAutograd is None:
-        torch.library.register_autograd(f"torchrope::{name}", gradient_by_same_backend, setup_context=save_with_backend)
-        return
-    # As register_autograd does, without its 30 us for a step.
-    operator = getattr(OPS, name).default
+    torch.library.register_autograd(f"torchrope::{name}", gradient_by_same_backend, setup_context=save_with_backend)
 
     class Gradient(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
-            with _BelowAutograd():
-                output = operator(*inputs)
+            output = _COMPUTE[name](*inputs)
             save_with_backend(ctx, inputs, output)
             return output
 
         backward = staticmethod(gradient_by_same_backend)
 
-    def run(*args: Any) -> Any:
-        if torch.is_grad_enabled() and any([isinstance(x, Tensor) and x.requires_grad for x in args]):  # noqa: C419
-            return Gradient.apply(*args)
-        with _BelowAutograd():
-            return operator(*args)
-
-    torch.library.impl(f"torchrope::{name}", "Autograd")(run)
+    _FUNCTIONS[name] = Gradient
 
 
 def _wanted(gradients: tuple[Tensor, ...], wanted: list[bool]) -> list[Tensor | None]:

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from torchrope.ops import reference
 from torchrope.ops.backends import refuse, takes_kernels
-from torchrope.ops.library import OPS
+from torchrope.ops.library import run
 from torchrope.ops.skew_exp import exponential
 from torchrope.tensors import wide_dtype, without_autocast
 
@@ -77,7 +77,7 @@ def rotate_planar(
     learned = table is not None and table.requires_grad
     reason = "needs a table without requires_grad, got one that requires a gradient" if learned else None
     if _takes("rotate_planar", x, positions.ndim - 2, positions, frequencies, reason=reason):
-        return _like(x, OPS.rotate_planar(_flat(x.q), _flat(x.k), positions, frequencies, table, interleaved))
+        return _like(x, run("rotate_planar", _flat(x.q), _flat(x.k), positions, frequencies, table, interleaved))
     with without_autocast(x.q):
         dtype = x.widened(positions).q.dtype
         known = None if table is None else table.to(dtype)
@@ -102,7 +102,7 @@ def rotate_by_angles(x: Pair, angles: Tensor, interleaved: bool) -> tuple[Tensor
         *batch, heads, tokens, pairs = angles.shape
         table = torch.stack([angles.detach().cos(), angles.detach().sin()], dim=-2)
         no_axes = angles.new_zeros(*batch, tokens, 0), angles.new_zeros(0, heads, pairs)
-        q, k = _like(x, OPS.rotate_planar(_flat(x.q), _flat(x.k), *no_axes, table, interleaved))
+        q, k = _like(x, run("rotate_planar", _flat(x.q), _flat(x.k), *no_axes, table, interleaved))
         return _Angles.apply(q, k, x.q.detach(), x.k.detach(), angles, interleaved) if angles.requires_grad else (q, k)
 
 
@@ -151,7 +151,7 @@ def rotate_basis(
         return x[:2]
     if takes_basis(x, positions, factors, base):
         of_basis = positions, factors, base, basis, angular
-        return _like(x, OPS.rotate_basis(_flat(x.q), _flat(x.k), *of_basis, not x.scores_only))
+        return _like(x, run("rotate_basis", _flat(x.q), _flat(x.k), *of_basis, not x.scores_only))
     with without_autocast(x.q):
         wide = x.widened(positions)
         along = reference.combine(
@@ -178,7 +178,7 @@ def rotate_block(x: Pair, table: Tensor, tangent: Tensor | None) -> tuple[Tensor
     if _takes("rotate_block", x, table.ndim - 5, table, reason=reason if learned else None):
         matrices = table.detach().to(torch.float32)
         zeros = matrices.new_empty(0) if tangent is None else tangent
-        return _like(x, OPS.rotate_block(_flat(x.q), _flat(x.k), matrices, zeros))
+        return _like(x, run("rotate_block", _flat(x.q), _flat(x.k), matrices, zeros))
     with without_autocast(x.q):
         wide = x.widened(table)
         return _rotate_blocks(x, wide, table.to(wide.q.dtype))

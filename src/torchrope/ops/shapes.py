@@ -124,18 +124,8 @@ def _rotate_basis(
     )
 
 
-def _rotate_basis_backward(
-    grad_q: Tensor,
-    grad_k: Tensor,
-    q: Tensor,
-    k: Tensor,
-    positions: Tensor,
-    factors: Tensor,
-    basis: Tensor,
-    angular: Tensor,
-    outer: bool,
-    _: Any,
-) -> bool:
+def _rotate_basis_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, *args: Any) -> bool:
+    positions, factors, basis, angular, outer, _ = args
     of_rotation = (positions, factors, basis, basis, angular, outer)
     return _gradients_fit(grad_q, grad_k, q, k) and _rotate_basis(q, k, *of_rotation)
 

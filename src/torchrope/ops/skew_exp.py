@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchrope.ops.backends import takes_kernels
-from torchrope.ops.library import OPS
+from torchrope.ops.library import run
 from torchrope.ops.shapes import fits_kernels, require_square
 from torchrope.tensors import can_read, exact_matmul, in_forward_mode, wide_dtype, without_autocast
 
@@ -38,7 +38,7 @@ def skew_exp(generator: Tensor) -> Tensor:
     fast = takes_kernels("skew_exp", generator)
     if not fast or not wide.numel() or not fits_kernels(wide, generator.shape[-1]):
         return exponential(wide)
-    return OPS.skew_exp(wide.reshape(-1, *wide.shape[-2:])).reshape(wide.shape)
+    return run("skew_exp", wide.reshape(-1, *wide.shape[-2:])).reshape(wide.shape)
 
 
 # Each squaring inside torch.matrix_exp doubles the departure from orthogonality: below the first norm it stays at

@@ -14,6 +14,7 @@ from torchrope.attention import Attention
 from torchrope.encodings import RelativePositionBias
 from torchrope.integrations.checkpoints.published import convert, family_of, load_published, options_of, timm_vit
 from torchrope.integrations.checkpoints.saving import load
+from torchrope.integrations.checkpoints.settings import shortened
 from torchrope.integrations.rotary import Rotary
 from torchrope.lattice import Lattice
 from torchrope.models import Features, Swin, ViT
@@ -21,31 +22,22 @@ from torchrope.models.layers import PatchEmbed
 
 HUBS = ("timm:", "hf:")
 """Prefixes of models that timm and transformers load by name."""
-_NUMBERED = re.compile(r"(?:layers|encodings|biases|stages)\.(\d+)\.")
 _WRAPPER = re.compile(r"^(?:model|vit|vision_model)\.")  # of timm's feature extractors and transformers' classifiers
 _UNUSED = re.compile(r"(?:^|\.)(?:rotary|pooler)\.|embeddings\.mask_token$")
 _LEFT = ("head", "norm", "position_map")  # not used by a backbone, or without weights
 
 
 def load_backbone(features: Features, source: nn.Module) -> None:
-    """Load the weights of a pre-trained `ViT`, `Swin` or model that `to_torchrope` converts into a backbone like it.
-
-    Positions keep the spacing of pre-training, so larger images extend beyond its lattice. A learned position table or
-    relative position bias is resampled if the backbone was built for another lattice. The head, the last norm and later
-    layers are skipped, as are the class token and registers if the backbone attends in windows. ValueError if parts do
-    not match.
-    """
+    """Load the weights and spacing of a `ViT`, `Swin` or model that `to_torchrope` converts into a backbone like it."""
     model = features.model
     trained = to_torchrope(source)
-    if isinstance(model, ViT) and isinstance(trained, ViT):
-        trained = _unshared(trained, model)
+    if type(model) is type(trained):
+        trained = _with_layers_of(model, trained)
     mismatches = _other_parts(model, trained)
     state = {} if mismatches else fitted_state(model, trained)
     mismatches = mismatches or _other_shapes(model, state) or _other_positions(model, trained)
     if mismatches:
-        more = f"; and {len(mismatches) - 3} more" if len(mismatches) > 3 else ""
-        received = f"{'; '.join(mismatches[:3])}{more}"
-        raise ValueError(f"source must have the architecture and encoding of the backbone, got {received}")
+        raise ValueError(f"source must have the architecture and encoding of the backbone, got {shortened(mismatches)}")
     model.load_state_dict({name: state[name] for name in model.state_dict()})
     for mine, theirs in _stages(model, trained):
         if _are_plain(mine.position_map, theirs.position_map):
@@ -53,10 +45,7 @@ def load_backbone(features: Features, source: nn.Module) -> None:
 
 
 def read_model(source: str | os.PathLike[str]) -> Any:
-    """Load a model from a published checkpoint, what `torchrope.save` wrote, or "timm:NAME" and "hf:FOLDER_OR_NAME".
-
-    What another library saved becomes a `ViT` or `Swin`; FileNotFoundError or ValueError if it cannot be read.
-    """
+    """Load a model from a published checkpoint, what `torchrope.save` wrote, or "timm:NAME" and "hf:FOLDER_OR_NAME"."""
     if str(source).startswith(HUBS):
         return to_torchrope(load_named(str(source)))
     path = Path(os.path.expanduser(source))
@@ -95,20 +84,15 @@ def load_named(source: str) -> nn.Module:
 
 
 def to_torchrope(source: nn.Module) -> ViT | Swin:
-    """Convert a model of timm, or a ViT, DINOv2 or CLIP's vision tower of transformers, by its parameter names.
-
-    All may be swapped. ValueError for names that `load_published` does not support, and for a swapped model with two
-    rotations, other positions in some layers, or attention within windows.
-    """
+    """Convert a model of timm, or a ViT, DINOv2 or CLIP's vision tower of transformers, by its parameter names."""
     if isinstance(source, ViT | Swin):
         return source
     rotary = next((part for part in source.modules() if isinstance(part, Rotary)), None)
     tensors = {name: value for name, value in source.state_dict().items() if not _UNUSED.search(name)}
     state = {_WRAPPER.sub("", name): value.detach().cpu() for name, value in tensors.items()}
-    converted: Any
     if "embeddings.cls_token" in state or timm_vit.CLIP_TABLE in state:  # names of transformers
         config: Any = source.config
-        converted = timm_vit.convert(
+        converted: Any = timm_vit.convert(
             state, num_heads=config.num_attention_heads, input_size=config.image_size, activation=config.hidden_act
         )
     else:
@@ -178,15 +162,18 @@ def _other_parts(model: ViT | Swin, source: ViT | Swin) -> list[str]:
 def _other_shapes(model: ViT | Swin, state: dict[str, Tensor]) -> list[str]:
     """Return the weights that the backbone uses whose shapes differ, or that only one of the two has."""
     mine = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    theirs = {name: tuple(value.shape) for name, value in state.items() if name in mine or _useful(name, model)}
+    theirs = {
+        name: tuple(value.shape) for name, value in state.items() if name in mine or name.partition(".")[0] not in _LEFT
+    }
     return _differences(mine, theirs)
 
 
 def _other_positions(model: ViT | Swin, source: ViT | Swin) -> list[str]:
     """Return a mismatch if backbone and source compute different positions, apart from spacing, origin and jitter."""
-    for mine, theirs in ((mine.position_map, theirs.position_map) for mine, theirs in _stages(model, source)):
-        positions = [_evaluated(one, len(model.embed.patch_size)) for one in (mine, theirs)]
-        if not _are_plain(mine, theirs) and not torch.allclose(positions[0], positions[1]):
+    for stages in _stages(model, source):
+        maps = [stage.position_map for stage in stages]
+        mine, theirs = (_evaluated(one, len(model.embed.patch_size)) for one in maps)
+        if not _are_plain(*maps) and not torch.allclose(mine, theirs):
             return ["positions: others on the same lattice"]
     return []
 
@@ -226,22 +213,15 @@ def fitted_state(model: ViT | Swin, source: ViT | Swin) -> dict[str, Tensor]:
     return state
 
 
-def _unshared(source: ViT, model: ViT) -> ViT:
-    """Return the source with one encoding and bias for each layer if the backbone has them, although all share one."""
-    unshared = copy.copy(source)
-    unshared._modules = dict(source._modules)
-    for kind in ("encodings", "biases"):
-        part, count = getattr(source, kind), len(getattr(model, kind))
-        if len(part) == 1 and count > 1:
-            unshared._modules[kind] = nn.ModuleList([part[0]] * count)
-    return unshared
-
-
-def _useful(name: str, model: ViT | Swin) -> bool:
-    """Return whether a weight of this name belongs to a part that the backbone uses."""
-    layers = model.layers if isinstance(model, ViT) else model.stages
-    number = _NUMBERED.match(name)
-    return name.partition(".")[0] not in _LEFT and (number is None or int(number[1]) < len(layers))
+def _with_layers_of(model: ViT | Swin, source: Any) -> Any:
+    """Return the source without layers after those of a backbone, and with an encoding and bias for each if it has."""
+    like, depth = copy.copy(source), len(model.layers if isinstance(model, ViT) else model.stages)
+    like._modules = dict(source._modules)
+    for kind, parts in source._modules.items():
+        if isinstance(parts, nn.ModuleList):
+            count = len(getattr(model, kind)) if kind in ("encodings", "biases") and len(parts) == 1 else 1
+            like._modules[kind] = nn.ModuleList([*parts] * count if count > 1 else parts[:depth])
+    return like
 
 
 def _described(part: nn.Module) -> str:

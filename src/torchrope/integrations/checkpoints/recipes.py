@@ -1,21 +1,23 @@
-"""Recipes from which `load` rebuilds `ViT`, `Swin`, `Transformer` and `Features`; the settings of files."""
+"""Models and encodings as plain data: describe them, write and check the settings of files, build them again."""
 
 import inspect
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from torchrope import encodings as families
 from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, Periodic, ScoreBias
+from torchrope.encodings.names import arguments_of, builders, built_as, built_class
 from torchrope.inference import Frozen, FrozenAbsolute
 from torchrope.integrations.checkpoints import settings as kinds
-from torchrope.integrations.checkpoints.describing import build, build_of, describe
-from torchrope.integrations.checkpoints.layout import Layout
-from torchrope.integrations.checkpoints.settings import Limits, check, errors_in_one_line, settable, shown, tuples
+from torchrope.integrations.checkpoints.settings import Layout, Limits, check, errors_in_one_line, settable, shown
 from torchrope.lattice import Lattice
 from torchrope.models import ACTIVATIONS, Features, Swin, Transformer, ViT
 from torchrope.models.layers import PatchEmbed
@@ -42,7 +44,61 @@ _FROZEN = {
 }
 # Arguments whose annotations allow functions too, and numbers that must not add up to more layers than tensors.
 _SPECIAL = {"positions": kinds.LATTICE, "depths": kinds.DEPTHS, "activation": kinds.one_of(*_ACTIVATIONS)}
+_ENCODING = {"class": kinds.matching(r"\w{1,200}", "a name"), "arguments": kinds.MAPPING}
 _PARTS = {"encodings": kinds.PARTS, "absolute": kinds.PART | kinds.NOTHING, "biases": kinds.PARTS}
+
+
+def describe(part: Any) -> dict[str, Any]:
+    """Return the class name and constructor arguments of an encoding or bias, or of the encoding that was frozen."""
+    build = part if isinstance(part, partial) else build_of(part)
+    cls: Any = build.func
+    for name in arguments_of(cls):
+        if name not in build.keywords:
+            rule = "each constructor argument of an encoding must be an attribute of the same name"
+            raise ValueError(f"{rule}, got {cls.__name__} without {name}")
+    return {"class": cls.__name__, "arguments": build.keywords}
+
+
+def build_of(part: nn.Module) -> partial[Any]:
+    """Return the class of an encoding or bias, or of the encoding that was frozen, with its arguments."""
+    return part.build if isinstance(part, Frozen | FrozenAbsolute) else built_as(part)
+
+
+def to_json(settings: dict[str, Any]) -> str:
+    """Serialise settings as JSON; ValueError if it cannot represent a value."""
+    try:
+        return json.dumps(settings, default=_plain)
+    except TypeError as error:
+        raise ValueError(f"save needs settings that JSON can represent, got: {error}") from None
+
+
+def build(
+    described: Any, kind: type, sizes: Mapping[str, Any], classes: Iterable[type], limits: Limits, device: Any
+) -> Any:
+    """Build an encoding or bias of these sizes, of torchrope or, with a device on the CPU, custom."""
+    check("each of its encodings", described, _ENCODING, limits)
+    name, arguments, known = described["class"], described["arguments"], getattr(families, described["class"], None)
+    registered = [cls for cls in map(built_class, builders().values()) if cls is not None]
+    cls = {cls.__name__: cls for cls in (*registered, *classes)}.get(name, known)
+    if not (isinstance(cls, type) and issubclass(cls, kind)):
+        raise ValueError(f"custom encodings must be passed as classes=[...] or registered, got a model with {name}")
+    choices = {key: sorted({1, value}) if key == "num_heads" else [value] for key, value in sizes.items()}
+    allowed = settable(cls) | {key: kinds.one_of(*values) for key, values in choices.items()}
+    check(f"the arguments of {name}", arguments, allowed, limits, partly=True)
+    nested = [key for key in arguments if allowed[key] is kinds.PART]
+    parts = {key: build(arguments[key], Encoding, sizes, classes, limits, device) for key in nested}
+    place = nullcontext() if device is None else device if cls is known else torch.device("cpu")
+    with place, errors_in_one_line(f"{name} rejects its settings"):
+        lattices = {key: Lattice(**kinds.tuples(arguments[key])) for key in arguments if allowed[key] is kinds.LATTICE}
+        return cls(**kinds.tuples(arguments) | lattices | parts)
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    if isinstance(value, Lattice):
+        return value.settings()
+    if isinstance(value, partial) and isinstance(value.func, type):  # an encoding within another
+        return describe(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def recipe(model: Any) -> dict[str, Any]:
@@ -89,43 +145,28 @@ def read_header(text: str, limits: Limits) -> dict[str, Any]:
     check("its settings", given, _HEADER, limits)
     recipe, swap = given["recipe"], given["swap"]
     if recipe is not None:
-        check_recipe(recipe, limits)
+        allowed = {"class": kinds.one_of(*_MODELS), "arguments": kinds.MAPPING, **_PARTS}
+        allowed |= {"features": kinds.MAPPING} if isinstance(recipe, dict) and "features" in recipe else {}
+        check("its recipe", recipe, allowed, limits)
+        name, arguments = recipe["class"], recipe["arguments"]
+        check(f"the arguments of {name}", arguments, settable(_MODELS[name]) | _SPECIAL, limits, partly=True)
+        check("the arguments of Features", recipe.get("features", {}), settable(Features), limits, partly=True)
         check("its settings", {"swap": swap}, {"swap": kinds.NOTHING}, limits)
     elif not isinstance(swap, dict) or len(swap) > limits.layers:
         raise ValueError(f"its swap must map up to {limits.layers} names of submodules to swaps, got {shown(swap)}")
     return given
 
 
-def check_recipe(recipe: Any, limits: Limits) -> None:
-    """Raise ValueError for the first invalid setting of a recipe, except for its encodings."""
-    allowed = {"class": kinds.one_of(*_MODELS), "arguments": kinds.MAPPING, **_PARTS}
-    allowed |= {"features": kinds.MAPPING} if isinstance(recipe, dict) and "features" in recipe else {}
-    check("its recipe", recipe, allowed, limits)
-    name, arguments = recipe["class"], recipe["arguments"]
-    check(f"the arguments of {name}", arguments, settable(_MODELS[name]) | _SPECIAL, limits, partly=True)
-    if "features" in recipe:
-        check("the arguments of Features", recipe["features"], settable(Features), limits, partly=True)
-
-
-class _Described:
-    """Builds the described parts of a model, one at each call."""
-
-    def __init__(self, kind: type, described: Sequence[Any], classes: Iterable[type], limits: Limits) -> None:
-        self.settings = kind, classes, limits
-        self.described = described
-        self.calls = 0
-
-    def __call__(self, **sizes: Any) -> Any:
-        kind, classes, limits = self.settings
-        described = self.described[self.calls % max(len(self.described), 1)]
-        self.calls += 1
-        sizes = {name: list(value) if isinstance(value, tuple) else value for name, value in sizes.items()}
-        return build(described, kind, sizes, classes, limits, device=None)
+def _build_next(kind: type, described: deque[Any], classes: Iterable[type], limits: Limits, **sizes: Any) -> Any:
+    """Build the first of the described parts of a model, and move it to the end."""
+    described.rotate(-1)
+    sizes = {name: list(value) if isinstance(value, tuple) else value for name, value in sizes.items()}
+    return build(described[-1], kind, sizes, classes, limits, device=None)
 
 
 def rebuild(recipe: dict[str, Any], device: str, classes: Iterable[type], limits: Limits) -> nn.Module:
     """Build the model of a recipe with randomly initialised weights."""
-    arguments = tuples(recipe["arguments"])
+    arguments = kinds.tuples(recipe["arguments"])
     if "positions" in arguments:
         arguments["positions"] = Lattice(**arguments["positions"])
     if "activation" in arguments:
@@ -133,13 +174,13 @@ def rebuild(recipe: dict[str, Any], device: str, classes: Iterable[type], limits
     absolute, biases = recipe["absolute"], recipe["biases"]
     arguments["encoding"] = Choice(
         "",
-        _Described(Encoding, recipe["encodings"], classes, limits),
-        _Described(AbsoluteEncoding, [absolute], classes, limits) if absolute else None,
-        _Described(ScoreBias, biases, classes, limits) if biases else None,
+        partial(_build_next, Encoding, deque(recipe["encodings"]), classes, limits),
+        partial(_build_next, AbsoluteEncoding, deque([absolute]), classes, limits) if absolute else None,
+        partial(_build_next, ScoreBias, deque(biases), classes, limits) if biases else None,
     )
     with torch.device(device):
         model: Any = _MODELS[recipe["class"]](**arguments)
-        return Features(model, **tuples(recipe["features"])) if "features" in recipe else model
+        return Features(model, **kinds.tuples(recipe["features"])) if "features" in recipe else model
 
 
 def frozen_parts(model: nn.Module) -> dict[str, Any] | None:
@@ -157,12 +198,13 @@ def frozen_parts(model: nn.Module) -> dict[str, Any] | None:
     return parts or None
 
 
-def freeze_again(model: nn.Module, parts: dict[str, Any], layout: Layout, limits: Limits) -> None:
+def freeze_again(model: nn.Module, parts: dict[str, Any], layout: Layout) -> None:
     """Replace the encodings of a model by frozen ones, without values, as described and as large as the tensors."""
-    found, like = dict(model.named_modules(remove_duplicate=False)), next(model.parameters())
+    limits, like = kinds.limits_of(layout), next(model.parameters())
+    found = dict(model.named_modules(remove_duplicate=False))
     for name, described in parts.items():
         check(f"{shown(name)} of its frozen parts", described, _FROZEN, limits)
-        kind, settings, part = described["kind"], tuples(described["settings"]), found.get(name)
+        kind, settings, part = described["kind"], kinds.tuples(described["settings"]), found.get(name)
         expected = PatchEmbed if kind == "PatchEmbed" else (Encoding, AbsoluteEncoding, Frozen, FrozenAbsolute)
         if not isinstance(part, expected):
             raise ValueError(f"its frozen parts must be encodings of its model, got {shown(name)}")

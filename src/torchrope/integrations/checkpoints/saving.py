@@ -17,10 +17,8 @@ from torchrope.files import write_whole
 from torchrope.inference import Frozen
 from torchrope.integrations.checkpoints import recipes
 from torchrope.integrations.checkpoints import settings as kinds
-from torchrope.integrations.checkpoints.describing import build, build_of, describe, to_json
-from torchrope.integrations.checkpoints.layout import DTYPES, Layout, budget, check_fits, layout_of_file, limits_of
-from torchrope.integrations.checkpoints.recipes import freeze_again, frozen_parts
-from torchrope.integrations.checkpoints.settings import check, errors_in_one_line, one_line, shown, tuples
+from torchrope.integrations.checkpoints.recipes import build, build_of, describe, freeze_again, frozen_parts, to_json
+from torchrope.integrations.checkpoints.settings import Layout, budget, check, check_fits, errors_in_one_line, shown
 from torchrope.integrations.family import Adapter, AttentionShape, adapters
 from torchrope.integrations.rotary import ATTRIBUTE, Rotary
 from torchrope.integrations.swap import check_fit, install
@@ -29,9 +27,6 @@ from torchrope.lattice import Lattice
 Model = TypeVar("Model", bound=nn.Module)
 
 FILE = "torchrope.safetensors"
-"""Name of the file in a folder."""
-
-_HEAD = {"format": recipes.FORMAT, "torchrope": __version__}
 _SWAP = {
     "encodings": kinds.PARTS,
     "keep_position_tables": kinds.FLAG,
@@ -53,30 +48,28 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write a model's weights and a description of its encodings to one safetensors file, atomically.
 
     The file holds the state dict; its metadata hold the class and arguments of a `ViT`, `Swin`, `Transformer` or
-    `Features` and of its encodings, absorbed, extended or frozen as they are, which `load(path)` rebuilds. For a
-    swapped model of another library, or a module with swapped parts, they hold its swaps; it is loaded into a model
-    built the same way:  `load(path, into=model)`. Before writing, what `load` would build is built once on the meta
-    device, and an error is raised if it differs.
+    `Features` and of its encodings, absorbed, extended or frozen as they are, which `load(path)` rebuilds; or the swaps
+    of a model of another library, which `load(path, into=model)` repeats in a model built the same way. Before writing,
+    what `load` would build is built once on the meta device, and an error is raised if it differs.
 
     Args:
         model: A `ViT`, `Swin`, `Transformer` or `Features`, or any module with swapped parts.
         path: A file, or a folder, which gets a file `torchrope.safetensors`.
 
     Raises:
-        ValueError: a model without swapped parts of another library; one of torchrope that was modified since it was
-            built, or built with arguments that `load` does not accept from files; encodings that cannot be described by
-            the arguments of their class; a state dict with values that are not tensors, or of an unusual dtype.
+        ValueError: a model of another library without swapped parts; one of torchrope modified since it was built, or
+            with arguments that `load` rejects; encodings that arguments of their class do not describe; a state dict
+            with values that are not tensors, or of an unusual dtype.
         OSError: the file cannot be written.
     """
     from safetensors.torch import save as to_bytes
 
     tensors = model.state_dict()
-    foreign = next((name for name, value in tensors.items() if not isinstance(value, Tensor)), None)
-    if foreign is not None:
-        raise ValueError(f"the state dict must hold tensors only, got {foreign} of {type(tensors[foreign]).__name__}")
-    foreign = next((name for name, tensor in tensors.items() if tensor.dtype not in DTYPES), None)
-    if foreign is not None:
-        raise ValueError(f"tensors must be of {', '.join(map(str, DTYPES))}, got {foreign} of {tensors[foreign].dtype}")
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"the state dict must hold tensors only, got {name} of {type(value).__name__}")
+        if value.dtype not in kinds.DTYPES:
+            raise ValueError(f"tensors must be of {', '.join(map(str, kinds.DTYPES))}, got {name} of {value.dtype}")
     text = _settings(model, tensors)
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     uses = Counter(tensor.untyped_storage().data_ptr() for tensor in on_cpu.values())
@@ -105,9 +98,6 @@ def load(
             weights; its dtypes, device and mode are kept. If the file does not fit, it is unchanged.
         classes: Custom encodings that the model uses; no code other than theirs and torchrope's is run.
 
-    Returns:
-        The model, swapped if it was.
-
     Raises:
         ValueError: the file is missing, truncated, damaged or not written by `save`; its tensors do not fit the model
             it describes, or `into`; it is of a model of another library and `into` is None.
@@ -120,18 +110,27 @@ def load(
     except (OSError, RecursionError, SafetensorError, ValueError) as error:
         rule = "load needs a file that torchrope.save wrote"
         like = "" if into is None else f" from a model built like the given {type(into).__name__}"
-        raise ValueError(f"{rule}{like}, got {file}: {one_line(error)}") from None
+        raise ValueError(f"{rule}{like}, got {file}: {kinds.one_line(error)}") from None
 
 
 def _settings(model: nn.Module, layout: Layout) -> str:
     """Return the description from which `load` rebuilds a model, or swaps one that is built the same way, as JSON."""
     swapped = {name.rpartition(".")[0]: part for name, part in model.named_modules() if isinstance(part, Rotary)}
     shapes = {adapter.rotary: adapter.shapes() for adapter in adapters(model)}
-    head = {**_HEAD, "model": f"{type(model).__module__}.{type(model).__qualname__}", "frozen": frozen_parts(model)}
+    described = {
+        "format": recipes.FORMAT,
+        "torchrope": __version__,
+        "model": f"{type(model).__module__}.{type(model).__qualname__}",
+        "frozen": frozen_parts(model),
+        "recipe": None if swapped else recipes.recipe(model),
+        "swap": {name: _described(rotary) for name, rotary in swapped.items()} or None,
+    }
+    text = to_json(described)
+    parts = [part for part in model.modules() if isinstance(part, Encoding | AbsoluteEncoding | ScoreBias | Frozen)]
+    classes: Any = tuple({build_of(part).func for part in parts})
+    file = _File(recipes.read_header(text, kinds.limits_of(layout)), layout, classes)
     if not swapped:
-        return _with_recipe(model, head, layout)
-    text = to_json({**head, "recipe": None, "swap": {name: _described(rotary) for name, rotary in swapped.items()}})
-    file = _File(recipes.read_header(text, limits_of(layout)), layout, _classes(model))
+        _check_equal(model, file)
     for name, rotary in swapped.items():
         with budget(layout):
             sites = shapes.get(rotary) or _adapter(model, name).shapes()
@@ -142,23 +141,15 @@ def _settings(model: nn.Module, layout: Layout) -> str:
     return text
 
 
-def _classes(model: nn.Module) -> tuple[Any, ...]:
-    """Return the classes of the encodings and biases of a model."""
-    parts = [part for part in model.modules() if isinstance(part, (Encoding, AbsoluteEncoding, ScoreBias, Frozen))]
-    return tuple({build_of(part).func for part in parts})
-
-
-def _with_recipe(model: nn.Module, head: dict[str, Any], layout: Layout) -> str:
-    """Return settings from which `load` rebuilds a model of torchrope."""
-    text = to_json({**head, "recipe": recipes.recipe(model), "swap": None})
-    again = _built(_File(recipes.read_header(text, limits_of(layout)), layout, _classes(model)), "meta")
+def _check_equal(model: nn.Module, file: _File) -> None:
+    """Raise ValueError unless the description of a model of torchrope builds one that equals it."""
+    again = _built(file, "meta")
     parts, rebuilt = ({name: _shown(part) for name, part in one.named_modules()} for one in (model, again))
     for name in [*parts, *rebuilt]:
         if parts.get(name) != rebuilt.get(name):
             rule = "save needs a model that was not modified since it was built"
             raise ValueError(f"{rule}, got {name or 'the model'}: {parts.get(name)} instead of {rebuilt.get(name)}")
-    check_fits(again, layout)
-    return text
+    check_fits(again, file.layout)
 
 
 def _shown(part: nn.Module) -> str:
@@ -176,8 +167,8 @@ def _loaded(path: Path, classes: tuple[type[Encoding], ...], into: nn.Module | N
         text = (opened.metadata() or {}).get("torchrope")
         if text is None:
             raise ValueError("it has no settings of torchrope")
-        layout = layout_of_file(opened)
-        file = _File(recipes.read_header(text, limits_of(layout)), layout, classes)
+        layout = kinds.layout_of_file(opened)
+        file = _File(recipes.read_header(text, kinds.limits_of(layout)), layout, classes)
         if into is None:
             check_fits(_built(file, "meta"), layout)
         tensors = {name: opened.get_tensor(name).clone() for name in layout}
@@ -211,10 +202,9 @@ def _built(file: _File, device: str) -> nn.Module:
     if file.header["recipe"] is None:
         rule = f"it holds weights and encodings of a {file.header['model']}"
         raise ValueError(f"{rule}: build that model, without encodings, and call load(path, into=model)")
-    limits = limits_of(file.layout)
     with budget(file.layout), errors_in_one_line("torchrope rejects its settings"):
-        model = recipes.rebuild(file.header["recipe"], device, file.classes, limits)
-        freeze_again(model, file.header["frozen"] or {}, file.layout, limits)
+        model = recipes.rebuild(file.header["recipe"], device, file.classes, kinds.limits_of(file.layout))
+        freeze_again(model, file.header["frozen"] or {}, file.layout)
     return model
 
 
@@ -233,7 +223,7 @@ def _fill(file: _File, model: nn.Module, tensors: dict[str, Tensor]) -> None:
                 raise ValueError(f"its swap must be that of the model, got another for {name or 'the model'}")
         for part in list(model.modules()):
             undone.callback(vars(part).update, vars(part) | {"_modules": dict(part._modules)})
-        freeze_again(model, file.header["frozen"] or {}, file.layout, limits_of(file.layout))
+        freeze_again(model, file.header["frozen"] or {}, file.layout)
         check_fits(model, file.layout)
         undone.pop_all()
     model.load_state_dict(tensors)
@@ -251,12 +241,10 @@ def _swap_again(file: _File, adapter: Adapter, swap: dict[str, Any]) -> None:
     """Build the described encodings and install them in a model; their weights are not loaded."""
     device = next(adapter.tower.parameters()).device
     parts = _parts(file, swap, adapter.shapes(), device)
-    choices = {name: swap[name] for name in ("keep_position_tables", "keep_rotation")}
     with errors_in_one_line("the model rejects its encodings"):
-        rotary = install(adapter, *parts, **choices)
+        rotary = install(adapter, *parts, swap["keep_position_tables"], swap["keep_rotation"])
     for name, table in list(rotary._buffers.items()):  # a stored table may have another input size
-        stored = [tuple(one.shape) for key, one in file.layout.items() if key.endswith(f"{ATTRIBUTE}.{name}")]
-        for shape in stored:
+        for shape in [tuple(one.shape) for key, one in file.layout.items() if key.endswith(f"{ATTRIBUTE}.{name}")]:
             if table is not None and 0 not in shape and len(shape) == table.ndim and shape[-1:] == table.shape[-1:]:
                 rotary._buffers[name] = torch.empty(shape, dtype=table.dtype, device=device)
 
@@ -265,7 +253,7 @@ def _parts(
     file: _File, swap: dict[str, Any], sites: list[AttentionShape], device: torch.device
 ) -> tuple[list[Encoding], list[Lattice], list[tuple[int, ...] | None]]:
     """Check a swap and build its encodings, one per layer or one shared by all, with their lattices and channels."""
-    limits = limits_of(file.layout)
+    limits = kinds.limits_of(file.layout)
     check("its swap", swap, _SWAP, limits)
     count = len(swap["encodings"])
     check("its swap", {"encodings": count}, {"encodings": kinds.one_of(1, len(sites))}, limits)
@@ -278,15 +266,15 @@ def _parts(
             if isinstance(value, list) and len(value) != len(site.lattice):
                 rule = f"{name} of its lattices must be one number or {len(site.lattice)}"
                 raise ValueError(f"{rule}, got {shown(value)}")
-        lattices.append(Lattice(**tuples(lattice)))
+        lattices.append(Lattice(**kinds.tuples(lattice)))
         if order is not None and sorted(order) != list(range(site.head_dim)):
             rule = f"channels of its swap must be each of the {site.head_dim} of a head once"
             raise ValueError(f"{rule}, got {shown(order)}")
-        channels.append(tuples(order))
+        channels.append(kinds.tuples(order))
     for name in ("lattices", "channels"):
         if len(swap[name]) != count:
-            received = f"{len(swap[name])} for {count} encodings"
-            raise ValueError(f"{name} of its swap must be one for each encoding, got {received}")
+            rule = f"{name} of its swap must be one for each encoding"
+            raise ValueError(f"{rule}, got {len(swap[name])} for {count} encodings")
     for index, site in enumerate(sites):
         check_fit(encodings[index % count], site)
     return encodings, lattices, channels
@@ -295,11 +283,11 @@ def _parts(
 def _adapter(model: nn.Module, name: str) -> Adapter:
     """Return the adapter of the submodule with this name."""
     tower = dict(model.named_modules()).get(name)
-    found = [adapter for adapter in adapters(model) if adapter.tower is tower]
-    if not found:
-        received = shown(name) if name else "the model itself"
-        raise ValueError(f"its swap must be of a submodule that swap supports, got {received}")
-    return found[0]
+    for adapter in adapters(model):
+        if adapter.tower is tower:
+            return adapter
+    received = shown(name) if name else "the model itself"
+    raise ValueError(f"its swap must be of a submodule that swap supports, got {received}")
 
 
 def _file(path: str | os.PathLike[str]) -> Path:

@@ -1,15 +1,21 @@
-"""Checks of a file's settings: the arguments that a file may set and the values that each may have."""
+"""Checks of a file: names, dtypes and shapes of its tensors, arguments that it may set and values of each."""
 
+import math
 import operator
 import re
-import reprlib
 import textwrap
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
+from reprlib import repr as shown
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as modules
 
 from torchrope.encodings import Encoding
 from torchrope.encodings.names import annotations_of
@@ -87,9 +93,8 @@ def _is_data(value: Any, at: Limits) -> bool:
 
 def _is_lattice(value: Any, at: Limits) -> bool:
     kinds = settable(Lattice)
-    return isinstance(value, dict) and all(
-        name in kinds and kinds[name].holds(part, at) for name, part in value.items()
-    )
+    known = isinstance(value, dict) and kinds.keys() >= value.keys()
+    return known and all(kinds[name].holds(part, at) for name, part in value.items())
 
 
 NOTHING = Kind("null", lambda value, _: value is None)
@@ -135,16 +140,8 @@ def _kind(hint: Any, integer: Kind) -> Kind | None:
         if kind is None or origin in (Union, UnionType):
             return kind
         return named(LABEL, kind) if origin in (Mapping, dict) else each(kind, most=8 if integer is EXTENT else 1024)
-    plain = (
-        (int, integer),
-        (float, NUMBER),
-        (bool, FLAG),
-        (NoneType, NOTHING),
-        (Any, DATA),
-        (Lattice, LATTICE),
-        (Encoding, PART),
-    )
-    return next((kind for known, kind in plain if hint is known), None)
+    plain = {float: NUMBER, bool: FLAG, NoneType: NOTHING, Any: DATA, Lattice: LATTICE, Encoding: PART}
+    return integer if hint is int else plain.get(hint)
 
 
 def check(what: str, given: Any, kinds: Mapping[str, Kind], limits: Limits, *, partly: bool = False) -> None:
@@ -168,11 +165,6 @@ def tuples(value: Any) -> Any:
     return tuple(tuples(part) for part in value) if isinstance(value, list) else value
 
 
-def shown(value: Any) -> str:
-    """Return a shortened repr of a value of a file."""
-    return reprlib.repr(value)
-
-
 def one_line(error: BaseException) -> str:
     """Return the message of an error in one line of bounded length."""
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
@@ -186,3 +178,96 @@ def errors_in_one_line(what: str) -> Iterator[None]:
         yield
     except _REFUSALS as error:
         raise ValueError(f"{what}: {one_line(error)}") from None
+
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+_NAMED = dict(zip(("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"), DTYPES, strict=True))
+
+
+class Stored(NamedTuple):
+    """Dtype and shape of a tensor, as in the header of a file."""
+
+    dtype: torch.dtype | str
+    shape: tuple[int, ...]
+
+
+Layout = Mapping[str, Stored | Tensor]
+"""Tensors by name, of which only dtypes and shapes are used."""
+
+
+def layout_of_file(opened: Any) -> Layout:
+    """Return the layout of an open safetensors file without reading tensors."""
+    layout = {}
+    for name in opened.keys():  # noqa: SIM118, not a dict
+        check_name(name)
+        part = opened.get_slice(name)
+        layout[name] = Stored(_NAMED.get(part.get_dtype(), part.get_dtype()), tuple(part.get_shape()))
+    return layout
+
+
+def limits_of(layout: Layout) -> Limits:
+    """Return the largest values allowed in settings of a model with these tensors."""
+    filled = [stored.shape for stored in layout.values() if 0 not in stored.shape]  # empty tensors may claim any extent
+    count, longest = len(layout), max((extent for shape in filled for extent in shape), default=0)
+    return Limits(count, longest, max(count, Limits.layers), max(longest, Limits.width))
+
+
+def check_name(name: Any) -> None:
+    """Raise ValueError if a tensor's name is not printable or too long."""
+    if not isinstance(name, str) or not name.isprintable() or len(name) > 500:
+        raise ValueError(f"names of tensors must be printable text of up to 500 characters, got {shown(name)}")
+
+
+@contextmanager
+def budget(layout: Layout) -> Iterator[None]:
+    """Raise ValueError if models register more tensors or numbers in this thread than the layout permits."""
+    stored = sum(math.prod(tensor.shape) for tensor in layout.values())
+    # More than the file holds, because `Features` drops layers once built, and buffers may not be saved.
+    limits = {
+        "tensors": max(4096, 4 * len(layout)),
+        "numbers in parameters": max(2**28, 32 * stored),
+        "numbers in buffers": max(2**25, 4 * stored),
+    }
+    spent = dict.fromkeys(limits, 0)
+    thread = threading.get_ident()
+
+    def spend(tensor: Tensor | None, category: str) -> None:
+        if tensor is None or threading.get_ident() != thread:
+            return
+        spent["tensors"] += 1
+        spent[category] += tensor.numel()
+        for what, limit in limits.items():
+            if spent[what] > limit:
+                held = f"a file of {len(layout)} tensors with {stored:,} numbers"
+                raise ValueError(f"a model for {held} must have at most {limit:,} {what}, got more")
+
+    with (
+        modules.register_module_parameter_registration_hook(lambda _, __, one: spend(one, "numbers in parameters")),
+        modules.register_module_buffer_registration_hook(lambda _, __, one: spend(one, "numbers in buffers")),
+    ):
+        yield
+
+
+def check_fits(model: nn.Module, layout: Layout) -> None:
+    """Raise ValueError unless tensors match a model's in name, shape and dtype; floating-point dtypes may differ."""
+    expected = model.state_dict()
+    misfits = []
+    for name in {**expected, **layout}:
+        part, stored = expected.get(name), layout.get(name)
+        if stored is None:
+            misfits.append(f"no {name}")
+        elif part is None:
+            misfits.append(f"{name}, which is not in the model")
+        elif part.shape != stored.shape:
+            misfits.append(f"{name} of {tuple(stored.shape)} instead of {tuple(part.shape)}")
+        elif part.dtype != stored.dtype and not {part.dtype, stored.dtype} <= {*FLOATS}:
+            misfits.append(f"{name} of {stored.dtype} instead of {part.dtype}")
+    if misfits:
+        raise ValueError(f"its tensors must be those of its model, got {shortened(misfits)}")
+
+
+def shortened(mismatches: Sequence[str]) -> str:
+    """Return the first three of a list, and the number of the others."""
+    more = [f"and {len(mismatches) - 3} more"] if len(mismatches) > 3 else []
+    return "; ".join([*mismatches[:3], *more])

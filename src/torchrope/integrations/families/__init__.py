@@ -6,11 +6,12 @@ from typing import Any
 from torch import nn
 
 from torchrope.integrations.families import diffusers, primus, timm, transformers
-from torchrope.integrations.families.transformers import by_hand, called_functions, is_attention
+from torchrope.integrations.families.transformers import by_hand, is_attention
 from torchrope.integrations.family import names_of
+from torchrope.integrations.rebound import names_in
 
 FAMILIES = (*timm.FAMILIES, *transformers.FAMILIES, *diffusers.FAMILIES, *primus.FAMILIES)
-"""All families of torchrope; none of the libraries is imported."""
+"""All families by the classes of their models, whose libraries are not imported before one is swapped."""
 
 _POOLED = "queries are max-pooled over several tokens"
 _MEMORY = "memory mixes keys with and without rotation"
@@ -50,4 +51,4 @@ def refuse(model: nn.Module) -> None:
 def _rotates(module: Any) -> bool:
     """Return whether a module is attention of transformers that calls a rotation function."""
     is_attention = type(module).__module__.startswith("transformers.") and "Attention" in type(module).__name__
-    return is_attention and any("rotary" in name for name in called_functions(module))
+    return is_attention and any("rotary" in name for name in names_in(module))

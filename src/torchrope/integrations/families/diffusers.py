@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torchrope.integrations.family import AttentionShape, BuiltInRotation, ModelFamily
-from torchrope.integrations.interception import AfterNorms
+from torchrope.integrations.layer import AfterNorms
 from torchrope.integrations.own_rotation import OwnRotation, exact, geometric, halves, interleaved
+from torchrope.integrations.positions import Arguments, FromArgument, argument, to_bits, with_argument
 from torchrope.integrations.rotary import Replaced
-from torchrope.integrations.sources import Arguments, FromArgument, argument, with_argument
 from torchrope.positions import grid, prefix
 
 
@@ -49,38 +49,31 @@ def _positions(received: Any, layer: Any, others: int) -> tuple[Tensor, None]:
     return (received[0] if isinstance(received, tuple) else received), None
 
 
-# Flux, Flux2 and Lumina2: coordinates of text and image tokens come from the caller. Lumina2's own code concatenates
-# both per sample, positions in the same way as angles.
-
-
 def _coordinates(rope: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
-    positions = ids.float()
+    """Return the coordinates of text and image tokens that the caller of Flux or Flux2 passes."""
+    positions = to_bits(ids.float())
     return positions, positions
 
 
 def _lumina_coordinates(rope: Any, ids: Tensor) -> Tensor:
-    return ids.float()
-
-
-# Qwen-Image: a table of positions replaces that of angles; the model's own code slices it the same way.
+    """Return the caller's coordinates; Lumina2 concatenates those of text and image per sample, as it does angles."""
+    return to_bits(ids.float())
 
 
 def _qwen_replace_tables(tower: Any) -> list[Replaced]:
+    """Replace the table of angles of Qwen-Image by one of positions, which the model slices the same way."""
     rope = tower.pos_embed
     axes, length = len(rope.axes_dim), len(rope.pos_freqs)
     index = torch.arange(length, dtype=torch.float32, device="cpu").unsqueeze(-1).repeat(1, axes)
     replacement = copy.copy(rope)  # a copy, so that the cache of the model's module is unchanged
     replacement.axes_dim = [2] * axes
-    replacement.pos_freqs, replacement.neg_freqs = index, index - length
+    replacement.pos_freqs, replacement.neg_freqs = to_bits(index), to_bits(index - length)
     return [Replaced(rope, "forward", replacement.forward)]
 
 
 def _qwen_positions(received: Any, layer: Any, others: int) -> tuple[Tensor, None]:
     image, text = received
     return torch.cat([text, image]), None
-
-
-# Wan, HunyuanVideo and Cosmos: indices of patches of the latent video.
 
 
 def _wan_frequencies(tower: Any) -> Tensor:
@@ -109,7 +102,7 @@ def _patches(rope: Any, hidden_states: Tensor, fps: int | None = None) -> tuple[
     if fps is not None and rope.base_fps is not None:  # Cosmos
         time, rest = positions.split([1, 2], dim=-1)
         positions = torch.cat([time / fps * rope.base_fps, rest], dim=-1)
-    return positions, positions
+    return (to_bits(positions),) * 2
 
 
 def _wan_tables(rope: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,9 +121,6 @@ def _hunyuan_positions(received: Any, layer: Any, others: int) -> tuple[Tensor, 
     if layer.add_q_proj is not None:
         return prefix(positions, others), None
     return torch.cat([positions, positions.new_zeros(others, positions.shape[-1])]), None
-
-
-# CogVideoX: its pipeline computes the tables; positions are recovered from them.
 
 
 def _cogvideox_dims(head_dim: int) -> tuple[int, int, int]:
@@ -152,11 +142,11 @@ def _cogvideox_hook(tower: Any) -> list[Any]:
 
 
 def _read_tables(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Forward pre-hook of CogVideoX: replace the tables that its caller passes by positions."""
+    """Forward pre-hook of CogVideoX: replace the tables, which its pipeline computes, by positions."""
     received = argument("image_rotary_emb", 5, args, kwargs)
     if received is None:
         raise ValueError("image_rotary_emb must be the tables of the pipeline in a swapped CogVideoX, got None")
-    return with_argument("image_rotary_emb", 5, args, kwargs, (positions_of(*received),) * 2)
+    return with_argument("image_rotary_emb", 5, args, kwargs, (to_bits(positions_of(*received)),) * 2)
 
 
 def positions_of(cos: Tensor, sin: Tensor) -> Tensor:
@@ -166,8 +156,7 @@ def positions_of(cos: Tensor, sin: Tensor) -> Tensor:
     p <- (a_j + 2 pi round((p f_j - a_j) / 2 pi)) / f_j,  a_j = atan2(sin, cos).
     """
     angles = torch.atan2(sin.double(), cos.double())[:, ::2]
-    columns = []
-    dims = _cogvideox_dims(cos.shape[-1])
+    columns, dims = [], _cogvideox_dims(cos.shape[-1])
     for dim, axis_angles in zip(dims, angles.split([dim // 2 for dim in dims], dim=-1), strict=True):
         frequencies = [10000.0 ** (-2 * j / dim) for j in range(dim // 2)]
         position = axis_angles[:, -1] / frequencies[-1]
@@ -182,11 +171,8 @@ def _text_in_front(received: Any, layer: Any, others: int) -> tuple[Tensor, None
     return prefix(received[0], others), None
 
 
-# LTX-Video and LTX-2: one sequence of frequencies spans the channels of all heads; positions in [-1, 1].
-
-
 def _ltx_frequencies(tower: Any) -> Tensor:
-    """Return theta^(j / (n - 1)) pi / 2, for each j the pairs of time, height and width; unrotated pairs first."""
+    """Return theta^(j / (n - 1)) pi / 2 across heads, for each j time, height and width; unrotated pairs first."""
     rope = tower.rope
     dtype = torch.float64 if getattr(rope, "double_precision", False) else torch.float32
     ladder = rope.theta ** torch.linspace(0.0, 1.0, rope.dim // 6, dtype=dtype, device="cpu") * math.pi / 2.0
@@ -203,12 +189,12 @@ def _ltx_positions(
     rope_interpolation_scale: Any = None,
     video_coords: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return coordinates `(batch, tokens, 3)` normalised by the base sizes."""
+    """Return coordinates `(batch, tokens, 3)` in [-1, 1], normalised by the base sizes."""
     if video_coords is not None:
         return _normalized(rope, video_coords.movedim(1, -1))
     extents = (num_frames, height, width, rope_interpolation_scale)
     positions = rope._prepare_video_coords(hidden_states.shape[0], *extents, device=hidden_states.device) * 2 - 1
-    return positions, positions
+    return (to_bits(positions),) * 2
 
 
 def _ltx2_positions(rope: Any, coords: Tensor, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
@@ -219,11 +205,7 @@ def _ltx2_positions(rope: Any, coords: Tensor, device: torch.device | None = Non
 
 def _normalized(rope: Any, points: Tensor) -> tuple[Tensor, Tensor]:
     sizes = torch.tensor([rope.base_num_frames, rope.base_height, rope.base_width], device=points.device)
-    positions = points / sizes * 2 - 1
-    return positions, positions
-
-
-# Families
+    return (to_bits(points / sizes * 2 - 1),) * 2
 
 
 def _layers(names: Sequence[str], tower: Any) -> list[Any]:
@@ -240,10 +222,6 @@ def _check_processor(layer: Any) -> None:
     if hasattr(processor, "to_k_ip"):
         rule = "swap rotates q after its norm, but an IP-Adapter needs it unrotated: unload the adapter"
         raise ValueError(f"{rule}, got {type(processor).__name__}")
-
-
-def _shape(frequencies: Callable[[Any], Tensor], tower: Any, layer: Any) -> AttentionShape:
-    return AttentionShape(*_heads(tower), (1,) * len(frequencies(tower)), sized=False)
 
 
 def _rotations(
@@ -283,7 +261,7 @@ def _family(
     return ModelFamily(
         f"diffusers.*.{name}",
         layers=partial(_layers, layers),
-        shape=partial(_shape, frequencies),
+        shape=lambda tower, _: AttentionShape(*_heads(tower), (1,) * len(frequencies(tower)), sized=False),
         positions=source,
         meets=AfterNorms(("norm_q", "norm_k"), ("norm_added_q", "norm_added_k"), layout),
         rotation=BuiltInRotation(partial(_rotations, frequencies, across_halves)),
@@ -317,4 +295,3 @@ FAMILIES = (
     _family("Lumina2Transformer2DModel", _REFINED, _frequencies, _FROM_IDS_ALONE),
     _family("CosmosTransformer3DModel", _VIDEO, _cosmos_frequencies, _FROM_VIDEO, layout="bhtd", across_halves=True),
 )
-"""Families by the classes of their models; diffusers is not imported."""

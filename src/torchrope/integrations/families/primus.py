@@ -1,7 +1,4 @@
-"""Primus, nnU-Net's transformer for volumes, of dynamic-network-architectures: an EVA of timm's blocks with three axes.
-
-Its package requires timm below 1.0.23, because later rotary embeddings of timm reject three axes.
-"""
+"""Primus, nnU-Net's transformer for volumes: an EVA with three axes, of blocks of timm below 1.0.23."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -11,10 +8,10 @@ import torch
 from torch import Tensor
 
 from torchrope.integrations.family import AttentionShape, BuiltInRotation, ModelFamily
-from torchrope.integrations.interception import AfterNorms
+from torchrope.integrations.layer import AfterNorms
 from torchrope.integrations.own_rotation import OwnRotation, exact, geometric, interleaved
+from torchrope.integrations.positions import FromArgument, to_bits
 from torchrope.integrations.rotary import Replaced
-from torchrope.integrations.sources import FromArgument
 from torchrope.lattice import Lattice
 from torchrope.positions import prefix
 
@@ -32,7 +29,7 @@ def _positions(rope: Any, shape: Any = None) -> Tensor:
     sizes = tuple(map(int, rope.feat_shape if shape is None else shape))
     reference = sizes if rope.ref_feat_shape is None else rope.ref_feat_shape
     lattice = Lattice(spacing=tuple(map(float, reference)), offset=rope.grid_offset, per="size")
-    return lattice(*sizes, device=next(rope.buffers()).device)
+    return to_bits(lattice(*sizes, device=next(rope.buffers()).device))
 
 
 def _tokens(received: Tensor, layer: Any, others: int) -> tuple[Tensor, None]:
@@ -71,4 +68,3 @@ FAMILIES = (
         position_tables=("pos_embed",),
     ),
 )
-"""The EVA of a Primus; position tables and the rest of its forward are unchanged."""

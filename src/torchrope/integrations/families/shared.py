@@ -1,14 +1,17 @@
-"""What model families of several libraries have in common: shapes of attention layers, positions in windows."""
+"""What model families of several libraries have in common: shapes of attention layers, positions, lost buffers."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torchrope.integrations.family import AttentionShape
-from torchrope.integrations.sources import Placed
-from torchrope.positions import grid
+from torchrope.integrations.positions import OnLattice
+from torchrope.lattice import Lattice
+from torchrope.tensors import is_narrow
 
 Sizes = Callable[[Any], tuple[int, ...]]
 """Function of a model that returns the tokens along each axis at the size it was built for."""
@@ -49,13 +52,38 @@ def head_dim(layer: Any) -> int:
     return int(layer.qkv.out_features // (3 * num_heads(layer)) if dim is None else dim)
 
 
-def on_map(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Placed:
+def on_map(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OnLattice:
     """Place the tokens of a window, or of a map `(batch, rows, columns, channels)`."""
     tokens = args[0] if args else kwargs["hidden_states"]
-    sizes = tuple(layer.window_size if hasattr(layer, "window_size") else tokens.shape[1:3])
-    return grid(*sizes, device=tokens.device), sizes
+    return tokens.device, tuple(layer.window_size if hasattr(layer, "window_size") else tokens.shape[1:3])
 
 
 def unrotating_tables(shape: tuple[int, ...], x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     """Return cos = 1 and sin = 0."""
     return x.new_ones(shape), x.new_zeros(shape)
+
+
+def with_augmentation(lattice: Lattice, shift: float | None, stretch: float | None, rescale: float | None) -> Lattice:
+    """Return a lattice with DINOv3's random changes of positions in training, None for none."""
+    changes: dict[str, Any] = {"shift": shift, "stretch": stretch, "rescale": rescale}
+    return replace(lattice, **{name: amount for name, amount in changes.items() if amount is not None})
+
+
+def with_exact_frequencies(rope: Any, recompute: Callable[[Any], object]) -> Any:
+    """Return a rotary embedding, or a float32 copy with buffers as at construction if they were rounded or are meta."""
+    buffers = dict(rope.named_buffers(recurse=False))
+    lost = {name: buffer for name, buffer in buffers.items() if is_narrow(buffer) or buffer.is_meta}
+    if not lost or any(parameter.is_meta for parameter in rope.parameters()):
+        return rope
+    again = copy.deepcopy(rope)
+    again = (again.to_empty(device="cpu") if any(buffer.is_meta for buffer in lost.values()) else again).float()
+    with torch.no_grad():
+        for name, buffer in lost.items():
+            has_nan = buffer.is_floating_point() or buffer.is_complex()
+            again.get_buffer(name).fill_(torch.nan if has_nan else 0)
+        recompute(again)
+    same = all(
+        again.get_buffer(name).isfinite().all() if buffer.is_meta else again.get_buffer(name).to(buffer).equal(buffer)
+        for name, buffer in lost.items()
+    )
+    return again if same else rope  # not those of the configuration: changed since, or of a class without base

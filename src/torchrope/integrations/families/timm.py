@@ -10,28 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrope.integrations.families.shared import head_dim, kind_of, on_map, sam_shape, shape_of, unrotating_tables
+from torchrope.integrations.families import shared
+from torchrope.integrations.families.shared import kind_of, on_map, shape_of
 from torchrope.integrations.family import AttentionShape, BuiltInRotation, ModelFamily, adapters
-from torchrope.integrations.interception import AfterNorms, AfterSplit, Sdpa
-from torchrope.integrations.own_rotation import (
-    OwnRotation,
-    axis_by_axis,
-    exact,
-    halves,
-    interleaved,
-    with_augmentation,
-    with_exact_frequencies,
-)
+from torchrope.integrations.layer import AfterNorms, AfterSplit, Sdpa
+from torchrope.integrations.own_rotation import OwnRotation, axis_by_axis, exact, halves, interleaved
+from torchrope.integrations.positions import FromLayer, FromPatches, OnLattice
 from torchrope.integrations.rotary import ATTRIBUTE, Replaced, Rotary
-from torchrope.integrations.sources import FromLayer, FromPatches, Placed
 from torchrope.lattice import Lattice
 from torchrope.models.layers import encoding_parameters
-from torchrope.positions import grid
 
-# Attention layers that apply q_norm, then k_norm: to (batch, heads, tokens, head_dim), or for _TOKENS_FIRST to
-# (batch, tokens, heads, head_dim).
+# Attention layers that apply q_norm, then k_norm, to (batch, heads, tokens, head_dim).
 _NORMED = ("Attention", "AttentionRope", "EvaAttention", "Gemma4Attention", "ParallelScalingBlock")
-_TOKENS_FIRST = ("Gemma4Attention", "ParallelScalingBlock")
+_TOKENS_FIRST = ("Gemma4Attention", "ParallelScalingBlock")  # to (batch, tokens, heads, head_dim)
 _PREFIX = "num_prefix_tokens"
 
 
@@ -46,26 +37,23 @@ def _normed_layers(tower: Any) -> list[Any]:
     return layers
 
 
-# Positions
-
-
 def _grid_size(tower: Any) -> tuple[int, ...]:
     return tuple(tower.patch_embed.grid_size)
 
 
-def _patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: Tensor) -> Placed:
+def _patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: Tensor) -> OnLattice:
     sizes = tower.patch_embed.dynamic_feat_size(tuple(args[0].shape[-2:]))
-    return grid(*sizes, device=tokens.device), sizes
+    return tokens.device, sizes
 
 
 def _naflex_size(tower: Any) -> tuple[int, ...]:
     return tuple(tower.embeds.pos_embed_grid_size or (16, 16))  # timm's default
 
 
-def _naflex_patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor, Any]) -> Placed:
+def _naflex_patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor, Any]) -> OnLattice:
     tokens, sizes = output
     coordinates = kwargs.get("patch_coord")
-    return (grid(*sizes, device=tokens.device), tuple(sizes)) if coordinates is None else _sized(coordinates)
+    return (tokens.device, tuple(sizes)) if coordinates is None else _sized(coordinates)
 
 
 def _gemma_size(tower: Any) -> tuple[int, ...]:
@@ -73,20 +61,14 @@ def _gemma_size(tower: Any) -> tuple[int, ...]:
     return tuple(extent // patch for extent, patch in zip(size[1:], tower.patch_size, strict=True))
 
 
-def _gemma_patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Placed:
+def _gemma_patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> OnLattice:
     return _sized(args[1].flip(-1))  # (x, y) in its rotary embedding
 
 
-def _sized(coordinates: Tensor) -> Placed:
+def _sized(coordinates: Tensor) -> OnLattice:
     """Return coordinates `(batch, tokens, axes)` with the lattice sizes `(batch, 1)` that they span."""
     return coordinates, [axis.amax(dim=-1, keepdim=True) + 1 for axis in coordinates.unbind(-1)]
 
-
-def _window_shape(tower: Any, layer: Any) -> AttentionShape:
-    return AttentionShape(layer.num_heads, head_dim(layer), tuple(layer.window_size))
-
-
-# Built-in rotations
 
 _NORMALIZED: dict[str, Any] = {"separate": "size", "max": "longest", "min": "shortest"}
 
@@ -95,15 +77,13 @@ def _rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
     """Return the rotations by the rotary embedding of the model, or of each layer of a SAM."""
     prefix = getattr(tower, _PREFIX, 0)  # SAM has no class token
     ropes = [_recomputed(getattr(layer, "rope", None) or tower.rope) for layer in layers]
-    return [
-        _rotation(rope, layer, index, prefix) for index, (rope, layer) in enumerate(zip(ropes, layers, strict=True))
-    ]
+    return [_rotation(ropes[index], layer, index, prefix) for index, layer in enumerate(layers)]
 
 
 def _recomputed(rope: Any) -> Any:
     """Return a rotary embedding of timm with exact buffers, if its class can compute them."""
     recompute = getattr(type(rope), "init_non_persistent_buffers", None)
-    return rope if recompute is None else with_exact_frequencies(rope, recompute)
+    return rope if recompute is None else shared.with_exact_frequencies(rope, recompute)
 
 
 def _gemma_rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
@@ -148,7 +128,7 @@ def _lattice(rope: Any) -> Lattice:
     else:
         lattice = Lattice(offset=offset)
     moves = (getattr(rope, f"{name}_coords", None) for name in ("shift", "jitter", "rescale"))
-    return with_augmentation(lattice, *moves)
+    return shared.with_augmentation(lattice, *moves)
 
 
 class _WithoutRope:
@@ -172,7 +152,7 @@ def _no_table(*args: Any, **kwargs: Any) -> None:
 
 
 def _without_angles(tower: Any, layers: Sequence[Any]) -> list[Any]:
-    return [Replaced(tower.rotary_emb, "forward", partial(unrotating_tables, (1, 1, layers[0].head_dim)))]
+    return [Replaced(tower.rotary_emb, "forward", partial(shared.unrotating_tables, (1, 1, layers[0].head_dim)))]
 
 
 def _has_rope(tower: Any) -> bool:
@@ -181,9 +161,6 @@ def _has_rope(tower: Any) -> bool:
 
 def _parameters(tower: Any) -> list[nn.Parameter]:
     return list((tower.rope or tower.rotary.original_modules["rope"]).parameters())
-
-
-# Optimisers of timm
 
 
 def _optimised(tower: Any, model: nn.Module, rotary: Rotary) -> list[Replaced]:
@@ -232,7 +209,7 @@ _ENCODER = replace(  # its forward always calls `get_embed` of the rotary embedd
 _WINDOWS = replace(
     _TOKENS,
     layers="layers.*.blocks.*.attn",
-    shape=_window_shape,
+    shape=lambda _, layer: AttentionShape(layer.num_heads, shared.head_dim(layer), tuple(layer.window_size)),
     positions=FromLayer(on_map),
     meets=AfterSplit(),
     rotation=None,
@@ -272,7 +249,7 @@ FAMILIES = (
         _TOKENS,
         model="timm.*.VisionTransformerSAM",
         layers="blocks.*.attn",
-        shape=partial(sam_shape, _grid_size),
+        shape=partial(shared.sam_shape, _grid_size),
         positions=FromLayer(on_map),
         meets=Sdpa(),
         rotation=BuiltInRotation(
@@ -281,4 +258,3 @@ FAMILIES = (
         position_tables=("pos_embed", "*attn.rel_pos_h", "*attn.rel_pos_w"),
     ),
 )
-"""Families by the classes of their models; timm is not imported."""

@@ -1,17 +1,11 @@
-"""Models of transformers that `swap` supports.
-
-In models with RoPE a module computes cos and sin `(tokens, channels)` from positions, and attention layers pass them to
-a function such as `apply_rotary_pos_emb(q, k, cos, sin)`: positions are appended to cos as further channels, so that
-the model's own reordering of tokens (windows of Qwen2.5-VL) applies to them too.
-"""
+"""Models of transformers that `swap` supports: encoders by class, models with RoPE by structure."""
 
 import inspect
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from types import FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -19,39 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchrope.integrations.families.shared import (
-    Sizes,
-    head_dim,
-    kind_of,
-    on_map,
-    sam_shape,
-    shape_of,
-    unrotating_tables,
-)
+from torchrope.integrations import positions as sources
+from torchrope.integrations.families import shared
+from torchrope.integrations.families.shared import Sizes, head_dim, kind_of, on_map, shape_of
 from torchrope.integrations.family import AttentionShape, BuiltInRotation, ModelFamily
-from torchrope.integrations.forward_state import LayerEncoder
-from torchrope.integrations.interception import (
-    InAttentionInterface,
-    InFunction,
-    OwnForward,
-    Sdpa,
-    forward_of,
-    inputs_of,
-    kind_of_layer,
-    with_global,
-)
-from torchrope.integrations.own_rotation import (
-    OwnRotation,
-    axis_by_axis,
-    exact,
-    geometric,
-    halves,
-    interleaved,
-    with_augmentation,
-    with_exact_frequencies,
-)
+from torchrope.integrations.layer import InAttentionInterface, InFunction, OwnForward, Sdpa, inputs_of, kind_of_layer
+from torchrope.integrations.own_rotation import OwnRotation, axis_by_axis, exact, geometric, halves, interleaved
+from torchrope.integrations.positions import FromArgument, FromLayer, FromPatches, OnLattice, argument
+from torchrope.integrations.rebound import names_in, undecorated, with_globals
 from torchrope.integrations.rotary import ATTRIBUTE, Replaced, Rotary
-from torchrope.integrations.sources import FromArgument, FromLayer, FromPatches, Placed, argument, blocks_of
 from torchrope.lattice import Lattice
 from torchrope.positions import grid
 from torchrope.rotating import rotate
@@ -73,9 +43,6 @@ def _saving(tower: Any, model: nn.Module, rotary: Rotary) -> list[Replaced]:
 
     rotary.received = _received_by.get(tower, {})
     return own_saving(model, tower)
-
-
-# Vision encoders without RoPE, and DINOv3, which adds its own rotation to the same attention
 
 
 def _layers(kind: str, tower: Any) -> list[Any]:
@@ -108,22 +75,21 @@ def _num_prefix(special: int, tower: Any) -> int:
     return special + getattr(tower.config, "num_register_tokens", 0)
 
 
-def _patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> Placed | None:
+def _patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> OnLattice | None:
     pixels = argument("pixel_values", 0, args, kwargs)
     if pixels is None:  # the encoder raises its own error
         return None
-    sizes = _lattice(tower, pixels.shape[-2:])
-    return grid(*sizes, device=pixels.device), sizes
+    return pixels.device, _lattice(tower, pixels.shape[-2:])
 
 
-def _siglip2_patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> Placed:
+def _siglip2_patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> OnLattice:
     pixels, shapes = argument("pixel_values", 0, args, kwargs), argument("spatial_shapes", 2, args, kwargs)
     rows, columns = shapes.to(pixels.device).unsqueeze(-1).unbind(1)
     number = torch.arange(pixels.shape[1], device=pixels.device)
     return torch.stack([number // columns, number % columns], dim=-1), (rows, columns)
 
 
-def _kept_patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Placed:
+def _kept_patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> OnLattice:
     """Place the patches that a ViTMAE did not drop, from the tokens that it kept and the order that restores all."""
     tokens, _, restored = output
     sizes = _lattice(tower, argument("pixel_values", 0, args, kwargs).shape[-2:])
@@ -134,16 +100,16 @@ def _kept_patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out
 def _dinov3_rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
     """Return DINOv3's rotation:  frequencies 2 pi / theta^(4 j / head_dim),  positions of patch centres in [-1, 1]."""
     rope, config = tower.rope_embeddings, tower.config
-    bands = 2 * math.pi * exact(with_exact_frequencies(rope, tower._init_weights).inv_freq)
+    bands = 2 * math.pi * exact(shared.with_exact_frequencies(rope, tower._init_weights).inv_freq)
     moves = (config.pos_embed_shift, config.pos_embed_jitter, config.pos_embed_rescale)
-    lattice = with_augmentation(Lattice(2.0, -1.0, 0.5, per="size"), *moves)
+    lattice = shared.with_augmentation(Lattice(2.0, -1.0, 0.5, per="size"), *moves)
     rotation = OwnRotation(axis_by_axis([bands, bands]), halves(4 * len(bands)), lattice, _num_prefix(1, tower))
     return [rotation] * len(layers)
 
 
 def _without_tables(tower: Any, layers: Sequence[Any]) -> list[Any]:
     """Return tables of no tokens, with which DINOv3 rotates none and multiplies nothing."""
-    return [Replaced(tower.rope_embeddings, "forward", partial(unrotating_tables, (0, layers[0].head_dim)))]
+    return [Replaced(tower.rope_embeddings, "forward", partial(shared.unrotating_tables, (0, layers[0].head_dim)))]
 
 
 def _encoder(name: str, layers: str, special: int = 1, **changed: Any) -> ModelFamily:
@@ -183,14 +149,11 @@ _ENCODERS = (
 )
 
 
-# Video encoders
-
-
 def _videomae_size(tower: Any) -> tuple[int, ...]:
     return (tower.config.num_frames // tower.config.tubelet_size, *_size(tower))
 
 
-def _visible_patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], patches: Tensor) -> Placed:
+def _visible_patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], patches: Tensor) -> OnLattice:
     masked, sizes = argument("bool_masked_pos", 1, args, kwargs), _videomae_size(tower)
     indices = grid(*sizes, device=patches.device)
     if masked is not None:
@@ -212,7 +175,7 @@ def _vjepa2_size(tower: Any) -> tuple[int, ...]:
     return (config.frames_per_clip // config.tubelet_size, side, side)
 
 
-def _vjepa2_patches(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Placed:
+def _vjepa2_patches(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OnLattice:
     tokens, masks = argument("hidden_states", 0, args, kwargs), argument("position_mask", 1, args, kwargs)
     return torch.stack(layer.get_position_ids(tokens, masks=masks), dim=-1), ()
 
@@ -248,11 +211,8 @@ _VIDEO_ENCODERS = (
 )
 
 
-# SAM and SAM-HQ, with attention within windows
-
-
 def _sam_attention(
-    layer: Any, encode: LayerEncoder, hidden_states: Tensor, output_attentions: bool | None = None
+    layer: Any, encode: Callable[..., Any], hidden_states: Tensor, output_attentions: bool | None = None
 ) -> tuple[Tensor, Tensor]:
     """SAM's eager attention with rotated q and k; its bias is computed from q before the rotation."""
     sizes = tuple(hidden_states.shape[1:3])
@@ -270,21 +230,17 @@ def _sam_attention(
 
 
 _SAM: Any = dict(
-    shape=partial(sam_shape, _size),
+    shape=partial(shared.sam_shape, _size),
     positions=FromLayer(on_map),
     meets=lambda layer: Sdpa() if "Sdpa" in kind_of(layer) else OwnForward(_sam_attention),
     position_tables=("pos_embed", "*.rel_pos_h", "*.rel_pos_w"),
 )
 _SAMS = [_encoder(name, "layers.*.attn", **_SAM) for name in ("SamVisionEncoder", "SamHQVisionEncoder")]
 
-
 _WINDOWED = ("sliding_attention", "chunked_attention", "hybrid_sliding", "window_attention")
 """Types of layers that see a window of their input."""
-
-
-# Models with RoPE, found by structure, not by class: a tower is the smallest PreTrainedModel whose attention layers
-# call one of these functions and have a rotary embedding module.
-
+# A tower with RoPE is the smallest PreTrainedModel whose attention layers call one of these functions of q, k, cos and
+# sin and have a rotary embedding module, which computes cos and sin `(tokens, channels)` from positions.
 _LAYOUTS = {
     "apply_rotary_pos_emb": "bhtd",
     "apply_rotary_pos_emb_2d": "bhtd",
@@ -379,7 +335,7 @@ def _run_without_blocks(tower: Any, layers: dict[str, Any], ropes: dict[str, Any
                 received[name] = tuple(source or ()) if rotates[kind] else ("", None)
         return tokens
 
-    inside = {block: set(block.modules()) for block in blocks_of(tower, list(layers.values()))}
+    inside = {block: set(block.modules()) for block in sources.blocks_of(tower, list(layers.values()))}
     handles: list[Any] = [Replaced(block, "forward", partial(skip, block)) for block in inside]
     handles += [rope.register_forward_hook(partial(note, name), with_kwargs=True) for name, rope in ropes.items()]
     try:
@@ -396,7 +352,7 @@ def _run_without_blocks(tower: Any, layers: dict[str, Any], ropes: dict[str, Any
 
 def _calls_rotation(layer: Any, tokens: Tensor) -> bool:
     """Return whether the forward of a layer calls its rotation function; True if it cannot be run."""
-    forward = with_global(forward_of(layer), rotation_function(layer).name, None)  # a call raises
+    forward = with_globals(undecorated(layer), {rotation_function(layer).name: None})  # a call raises
     try:
         forward(layer, **inputs_of(layer, tokens))
     except Exception:
@@ -418,24 +374,16 @@ def is_attention(module: Any) -> bool:
     is_sized = hasattr(module, "head_dim") or hasattr(module, "head_size")
     if not is_sized or not getattr(module, "use_rope", True) or rotation_function(module) is None:
         return False
-    arguments = inspect.signature(forward_of(module)).parameters
+    arguments = inspect.signature(undecorated(module)).parameters
     return "position_embeddings" in arguments or "freqs_ci" in arguments
 
 
 def rotation_function(layer: Any) -> Any:
     """Return the one function of `_LAYOUTS` that a layer calls, as an `InFunction`, or None."""
-    called = [name for name in called_functions(layer) if name in _LAYOUTS]
-    if len(called) != 1 or "cos" in list(inspect.signature(forward_of(layer).__globals__[called[0]]).parameters)[:2]:
+    called = [name for name in names_in(layer) if name in _LAYOUTS]
+    if len(called) != 1 or "cos" in list(inspect.signature(undecorated(layer).__globals__[called[0]]).parameters)[:2]:
         return None  # a function of one tensor, (x, cos, sin), is not supported
     return InFunction(called[0], _LAYOUTS[called[0]])
-
-
-def called_functions(layer: Any) -> list[str]:
-    """Return the global names that the forward of a layer uses."""
-    forward = inspect.unwrap(type(layer).forward)
-    if not isinstance(forward, FunctionType):
-        return []
-    return [name for name in forward.__code__.co_names if name in forward.__globals__]
 
 
 def _makes_tables(module: nn.Module) -> bool:
@@ -498,36 +446,34 @@ def _append_positions(tower: Any) -> list[Any]:
 def _append(
     num_axes: int, axes_first: bool, rope: Any, args: Any, kwargs: dict[str, Any], tables: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Forward hook of a rotary embedding: append positions to cos as further channels."""
+    """Forward hook of a rotary embedding: append positions to cos as channels, which the model reorders with it."""
     cos, sin = tables
     ids = argument("position_ids", 1, args, kwargs)
     ids = ids.movedim(0, -1) if axes_first else ids
     if num_axes > 1 and ids.shape[-1] != num_axes:
         shape = "(axes, batch, tokens)" if axes_first else "(tokens, axes)"
-        raise ValueError(
-            f"swap needs position_ids {shape} of {num_axes} axes, got {tuple(ids.shape)} in {kind_of(rope)}"
-        )
+        rule = f"swap needs position_ids {shape} of {num_axes} axes"
+        raise ValueError(f"{rule}, got {tuple(ids.shape)} in {kind_of(rope)}")
     ids = ids.reshape(*cos.shape[:-1], num_axes).to(cos.device, torch.float32)
-    return torch.cat([cos, ids], dim=-1), sin
+    return sources.to_bits(torch.cat([cos, ids], dim=-1)), sin
 
 
 def _appended(received: tuple[Tensor, Tensor], layer: Any, others: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Return the positions appended to cos, and cos and sin without them."""
-    cos, sin = received
-    channels = sin.shape[-1]
+    bits, sin = received
+    cos, channels = sources.from_bits(bits), sin.shape[-1]
     return cos[..., channels:], (cos[..., :channels].to(sin.dtype), sin)
 
 
 def _rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
     pairs = _pairs(tower)
-    ropes = {pair.rope: with_exact_frequencies(pair.rope, tower._init_weights) for pair in pairs}
+    ropes = {pair.rope: shared.with_exact_frequencies(pair.rope, tower._init_weights) for pair in pairs}
     return [_rotation(tower, pair._replace(rope=ropes[pair.rope])) for pair in pairs]
 
 
 def _rotation(tower: Any, pair: _RotaryLayer) -> OwnRotation:
     rope_type = getattr(pair.rope, "rope_type", "default")
-    if not isinstance(rope_type, str):
-        rope_type = rope_type[pair.layer_type]
+    rope_type = rope_type if isinstance(rope_type, str) else rope_type[pair.layer_type]
     if rope_type in ("dynamic", "longrope"):
         rule = "init='model' needs frequencies that are the same at all lengths; init='zeros' replaces others"
         raise ValueError(f"{rule}, got {kind_of(tower)} with rope_type={rope_type!r}")
@@ -573,7 +519,7 @@ def _matches(rotation: OwnRotation, pair: _RotaryLayer) -> bool:
     drawn = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 1, 1, len(positions), head_dim(pair.layer), generator=drawn)
     met, device = rotation_function(pair.layer), pair.attribute("inv_freq").device
-    function = forward_of(pair.layer).__globals__[met.name]
+    function = undecorated(pair.layer).__globals__[met.name]
     layer_types = () if pair.layer_type is None else (pair.layer_type,)
     try:
         tables = [table.float().cpu() for table in pair.rope(query.to(device), ids.to(device), *layer_types)]
@@ -594,7 +540,7 @@ def _llama4_rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
     theta, channels = tower.config.rope_parameters["rope_theta"], head_dim(pair.layer)
     frequencies = geometric([channels // 2] * 2, [theta] * 2).flip(0)  # width has the first pairs
     rotation = OwnRotation(frequencies, interleaved(channels), Lattice(origin=1.0))
-    rows = with_exact_frequencies(pair.rope, tower._init_weights).freqs_ci[:-1].squeeze(1)
+    rows = shared.with_exact_frequencies(pair.rope, tower._init_weights).freqs_ci[:-1].squeeze(1)
     angles = rotation.lattice(*_size(tower), dtype=torch.float64) @ frequencies.squeeze(1)
     if rows.is_meta or not torch.allclose(rows.cpu(), torch.polar(torch.ones_like(angles), angles).to(rows), atol=1e-3):
         raise ValueError(f"init='model' reads the table that {kind_of(tower)} was built with, got another")
@@ -605,7 +551,7 @@ _VISION = ModelFamily(
     "transformers.*.PreTrainedModel",
     layers=partial(_layers_with_rope, "vision"),
     shape=partial(_shape, _vision_lattice),
-    positions=FromArgument("position_embeddings", _append_positions, _appended),
+    positions=FromArgument("position_embeddings", _append_positions, _appended, alike=True),
     meets=rotation_function,
     rotation=BuiltInRotation(_rotations, remove=lambda tower, layers: []),
     position_tables=_POSITION_TABLES,
@@ -637,7 +583,6 @@ FAMILIES = (
         rotation=BuiltInRotation(_llama4_rotations, remove=lambda tower, layers: []),
     ),
 )
-"""Families by the classes of their models; transformers is imported once one of its models is swapped."""
 
 
 def by_hand(layer: str) -> str:

@@ -270,17 +270,8 @@ def _run_basis(
     axes, heads, blocks = factors.shape
     *sets, tokens, _ = positions.shape
     d_positions, d_factors, d_base = map(_address, gradients or (None,) * 3)
-    sizes = (
-        tokens,
-        axes,
-        heads,
-        blocks,
-        basis.shape[-1],
-        head_dim,
-        sets[0] if sets else 1,
-        torch.get_num_threads(),
-        outer,
-    )
+    of_call = head_dim, sets[0] if sets else 1, torch.get_num_threads(), outer
+    sizes = tokens, axes, heads, blocks, basis.shape[-1], *of_call
     fields = (*sides.fields, *sizes, *map(_address, kept), d_factors, d_positions, d_base)
     _run("torchrope_basis", fields, bool(gradients))
 

@@ -24,7 +24,6 @@ def load_published(path: str | os.PathLike[str], **options: Any) -> nn.Module:
         path: A `.safetensors` file or one of `torch.save`: a state dict, or a checkpoint that holds one under "model",
             "state_dict", "model_state_dict" or "module"; prefixes of wrappers are removed.
         options: Settings that the shapes do not determine, by family; read from the file or as published by default.
-
             - rope-vit, and timm's `vit_*_patch16_rope_*`: `num_heads`, `input_size`, `encoding`: "axial", or "none"
               for DeiT III, whose own checkpoints look like those of RoPE-Axial with APE.
             - timm's ViT, DeiT, DINOv2, CLIP: `num_heads`; `input_size`, needed if the patches are not a square; and

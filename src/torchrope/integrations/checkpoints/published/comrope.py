@@ -10,63 +10,44 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchrope.encodings import ComRoPEAP, ComRoPELD, Encoding, LearnedAPE
-from torchrope.integrations.checkpoints.published.key_map import BATCHED, FLAT_PATCHES, Checkpoint, Row, separate_qkv
+from torchrope.integrations.checkpoints.published.key_map import Checkpoint, Extents, rows_of_clip
 from torchrope.lattice import Lattice
 from torchrope.models import ACTIVATIONS, ViT
 from torchrope.positions import grid, prefix
 
 FAMILY = "ComRoPE"
 _TABLE = "vision_model.embeddings.position_embedding"
-_CENTRE = 0.5  # position of the class token along every axis in ComRoPE's code
-
-
-POSITIONS = ("spacing", "range")
-
-_LAYER = "vision_model.encoder.layers.{}."
-_FREQS, _MULTIPLIER = _LAYER + "self_attn.freqs", _LAYER + "self_attn.multiplier"
+# Of the class token along every axis in ComRoPE's code, here at the origin: all positions are shifted by it, which does
+# not change scores, because the generators commute.
+_CENTRE = 0.5
+_POSITIONS = ("spacing", "range")
+_ATTENTION = "vision_model.encoder.layers.{}.self_attn."
+_FREQS, _MULTIPLIER = _ATTENTION + "freqs", _ATTENTION + "multiplier"
 MARKS = ((_FREQS.format(0), _TABLE), ("vision_model.embeddings.class_embedding",))
-_KEYS = (
-    Row("vision_model.embeddings.patch_embedding.weight", "embed.proj.weight", FLAT_PATCHES),
-    Row("", "embed.proj.bias"),  # CLIP has none
-    Row("vision_model.embeddings.class_embedding", "prefix_tokens", BATCHED),
-    Row(_TABLE, "absolute.table"),
-    Row("vision_model.pre_layrnorm.{}", "embedding_norm.{}"),
-    Row(_LAYER + "layer_norm{}.{}", "layers.{}.norm{}.{}"),
-    *separate_qkv(_LAYER + "self_attn.?_proj.{}"),
-    Row(_LAYER + "self_attn.out_proj.{}", "layers.{}.attention.proj.{}"),
-    Row(_LAYER + "mlp.fc1.{}", "layers.{}.mlp.0.{}"),
-    Row(_LAYER + "mlp.fc2.{}", "layers.{}.mlp.3.{}"),
-    Row("vision_model.post_layernorm.{}", "norm.{}"),
-    Row("classification_head.{}", "head.{}"),
-)
+_KEYS = rows_of_clip("vision_model.", "embeddings.position_embedding", "classification_head")
 
 
 def convert(
     state: Mapping[str, Tensor],
     *,
     num_axes: int | None = None,
-    input_size: int | Sequence[int] | None = None,
+    input_size: Extents = None,
     activation: str = "quick_gelu",
     positions: str = "spacing",
 ) -> ViT:
-    """Build a `ViT` with `ComRoPELD` if the file has multipliers, with `ComRoPEAP` otherwise.
-
-    In ComRoPE the class token is at 0.5 along every axis, here at the origin. All positions are therefore shifted by
-    -0.5, which does not change scores, because the generators commute. Options and errors as of `load_published`.
-    """
+    """Build a `ViT` with `ComRoPELD` if the file has multipliers, with `ComRoPEAP` otherwise."""
     source = Checkpoint(FAMILY, state, _KEYS)
     source.require(activation in ACTIVATIONS, f"activation must be {' or '.join(ACTIVATIONS)}, got {activation!r}")
-    source.require(positions in POSITIONS, f"positions must be {' or '.join(POSITIONS)}, got {positions!r}")
+    source.require(positions in _POSITIONS, f"positions must be {' or '.join(_POSITIONS)}, got {positions!r}")
     freqs = _FREQS.format(0)
-    source.require(
-        freqs in source,
-        f"{freqs} must be present; files of ComRoPE's raw, none and vanilla-rope lack it and cannot be loaded",
-    )
+    rule = f"{freqs} must be present; files of ComRoPE's raw, none and vanilla-rope lack it and cannot be loaded"
+    source.require(freqs in source, rule)
     dim, in_channels, patch, _ = source.shape("vision_model.embeddings.patch_embedding.weight", 4)
     heads = source.shape(freqs, 5)[0]
     source.require(dim % heads == 0, f"its {dim} channels must be divisible by the heads of {freqs}, got {heads}")
     lattice = _lattice(source, patch, num_axes, input_size)
-    sizes = source.depth_and_widths()
+    extents = (1,) * (len(lattice) - 2) + (patch, patch)
+    sizes = source.sizes(map(operator.mul, lattice, extents), extents, in_channels, dim, heads)
     encoding, generators = _take_generators(source, len(lattice), dim // heads, sizes["depth"])
     side = lattice[-1]  # the unit of all axes, frames included
     spacing, origin = 1 / side, 0.5 / side - _CENTRE
@@ -75,28 +56,12 @@ def convert(
         points = grid(*lattice, spacing=spacing, origin=origin, dtype=torch.float64)
         source.state[_TABLE] = _looked_up(source, points, dim).unsqueeze(0)
     ranged: dict[str, Any] = {"per": -1, "train_sizes": lattice} if positions == "range" else {}
-    extents = (1,) * (len(lattice) - 2) + (patch, patch)
-    return source.load(
-        ViT,
-        generators,
-        input_size=tuple(map(operator.mul, lattice, extents)),
-        patch_size=extents,
-        in_channels=in_channels,
-        dim=dim,
-        num_heads=heads,
-        encoding=encoding,
-        absolute=absolute,
-        positions=Lattice(spacing, origin, **ranged),
-        activation=ACTIVATIONS[activation],
-        norm_eps=1e-5,
-        embedding_norm=True,
-        **sizes,
-    )
+    sizes |= {"absolute": absolute, "positions": Lattice(spacing, origin, **ranged)}
+    clip = {"activation": ACTIVATIONS[activation], "norm_eps": 1e-5, "embedding_norm": True}
+    return source.load(ViT, generators, encoding=encoding, **clip, **sizes)
 
 
-def _lattice(
-    source: Checkpoint, patch: int, num_axes: int | None, input_size: int | Sequence[int] | None
-) -> tuple[int, ...]:
+def _lattice(source: Checkpoint, patch: int, num_axes: int | None, input_size: Extents) -> tuple[int, ...]:
     """Return the patches along each axis at the training size; an image is square, since all axes share its unit."""
     frames, height, width, _ = source.shape(_TABLE, 4) if _TABLE in source else (1, 1, 1, 1)
     given = len(input_size) if isinstance(input_size, Sequence) else 3 if frames > 1 else 2
@@ -107,12 +72,10 @@ def _lattice(
     source.require(fits, f"num_axes must be {stated or '2 or 3'}, got {num_axes or axes}")
     if _TABLE in source:
         source.require(height == width, f"{_TABLE} must be square, got {height} x {width}")
-        rule = f"input_size must be None, because {_TABLE} determines it, got {input_size}"
-        source.require(input_size is None, rule)
+        source.require(input_size is None, f"input_size must be None, because {_TABLE} determines it, got {input_size}")
         source.require(frames == 1 or axes == 3, f"it must have no frames on 2 axes, got {frames}")
         return (frames, height, width)[3 - axes :]
-    rule = "input_size= is required: the file has no position table"
-    source.require(input_size is not None, rule)
+    source.require(input_size is not None, "input_size= is required: the file has no position table")
     rule = "input_size must be (frames, height, width), because the file does not determine the frames"
     source.require(axes == 2 or given == 3, f"{rule}, got {input_size}")
     extents = (1,) * (axes - 2) + (patch, patch)
@@ -128,8 +91,7 @@ def _take_generators(
     freqs = _FREQS.format(0)
     heads, per_axis, blocks, b, _ = source.shape(freqs, 5)
     linear = _MULTIPLIER.format(0) in source
-    rule = f"its freqs are LieRE's, of {per_axis} axes: their scale_factor is not in the file"
-    source.require(per_axis == 1, rule)
+    source.require(per_axis == 1, f"its freqs are LieRE's, of {per_axis} axes: their scale_factor is not in the file")
     rule = f"{freqs} must fill heads of {head_dim} channels, got {blocks} blocks of {b}"
     source.require(blocks * b == head_dim, rule)
     rule = f"ComRoPE-AP shares {blocks} blocks among {axes} axes evenly; give num_axes="
@@ -147,13 +109,11 @@ def _take_generators(
 
 def _looked_up(source: Checkpoint, points: Tensor, dim: int) -> Tensor:
     """Look up class token and patches `(1 + patches, dim)` as published: a table of two axes at its middle column."""
-    # ComRoPE's code passes (0, row, column) to grid_sample, which expects the last axis first: a two-dimensional table
-    # is sampled at its middle column, and checkpoints were trained with that.
+    # ComRoPE's code passes (0, row, column) to grid_sample, which expects the last axis first.
     table = source.take(_TABLE, (*source.shape(_TABLE, 4)[:3], dim)).double()
     coordinates = 2 * prefix(points, 1)  # the image spans [-1, 1]
-    coordinates = functional.pad(coordinates, (3 - coordinates.shape[1], 0))  # grid_sample expects the last axis first
+    coordinates = functional.pad(coordinates, (3 - coordinates.shape[1], 0))
     volume = table.movedim(-1, 0).unsqueeze(0)  # (1, dim, frames, side, side)
-    found = functional.grid_sample(
-        volume, coordinates.reshape(1, 1, 1, -1, 3), align_corners=True, padding_mode="border"
-    )
+    points = coordinates.reshape(1, 1, 1, -1, 3)
+    found = functional.grid_sample(volume, points, align_corners=True, padding_mode="border")
     return found.reshape(dim, -1).T.float()

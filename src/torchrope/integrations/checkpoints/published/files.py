@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrope.integrations.checkpoints.layout import DTYPES, check_name
-from torchrope.integrations.checkpoints.settings import shown
+from torchrope.integrations.checkpoints.settings import DTYPES, check_name, shown
 
 _CONTAINERS = ("model", "state_dict", "model_state_dict", "module")
 _WRAPPERS = ("module.", "model.", "_orig_mod.")

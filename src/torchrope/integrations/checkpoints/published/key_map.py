@@ -3,7 +3,7 @@
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from torchrope.encodings import Encoding
-from torchrope.integrations.checkpoints.layout import FLOATS
+from torchrope.integrations.checkpoints.settings import FLOATS
 
 Model = TypeVar("Model", bound=nn.Module)
+State = Mapping[str, Tensor]
 Size = Sequence[int]
+Extents = int | Sequence[int] | None
+"""One number, one number per axis, or None for those that a checkpoint determines."""
 
 MAX_LAYERS = 256  # far above published models; bounds what a file of many small tensors may build
 
@@ -24,31 +27,48 @@ BATCHED = partial(torch.unsqueeze, dim=0)  # of one token
 
 
 class Row(NamedTuple):
-    """One row of a key map: a tensor of the file and the parameter of the model that it fills.
-
-    A `{}` is a number or another part of a name, the same in both names.
-    """
+    """One row of a key map: a tensor of the file and the parameter of the model that it fills."""
 
     theirs: str  # name in the file; empty for a parameter that stays zero
-    ours: str  # name in the model
+    ours: str  # name in the model; a {} is any part of a name, the same in both names
     convert: Callable[[Tensor], Tensor] = Tensor.detach  # from the tensor to the values
     split: int | tuple[int, ...] = 1  # parts of the parameter along its first axis, or indices between them
     part: int = 0  # that the tensor fills; an empty one needs no tensor
 
 
-def separate_qkv(theirs: str) -> list[Row]:
-    """Return rows for separate projections of queries, keys and values, with `?` for q, k or v."""
-    names = [theirs.replace("?", one) for one in "qkv"]
-    return [Row(name, "layers.{}.attention.qkv.{}", split=3, part=part) for part, name in enumerate(names)]
+def rows_of_layers(layer: str, attention: str, output: str) -> list[Row]:
+    """Return the rows of layers of transformers, with separate projections of queries, keys and values."""
+    names = [f"{layer}{attention}.{one}_proj.{{}}" for one in "qkv"]
+    return [
+        *(Row(name, "layers.{}.attention.qkv.{}", split=3, part=part) for part, name in enumerate(names)),
+        Row(f"{layer}{attention}.{output}.{{}}", "layers.{}.attention.proj.{}"),
+        Row(layer + "layer_scale{}.lambda1", "layers.{}.scale{}.factor"),
+        Row(layer + "mlp.fc1.{}", "layers.{}.mlp.0.{}"),
+        Row(layer + "mlp.fc2.{}", "layers.{}.mlp.3.{}"),
+    ]
+
+
+def rows_of_clip(before: str, table: str, head: str) -> list[Row]:
+    """Return the key map of CLIP's vision tower in transformers; registers and layer scales are for other towers."""
+    layer = before + "encoder.layers.{}."
+    return [
+        Row(before + "embeddings.patch_embedding.weight", "embed.proj.weight", FLAT_PATCHES),
+        Row("", "embed.proj.bias"),  # CLIP has none
+        Row(before + "embeddings.class_embedding", "prefix_tokens", BATCHED, split=(1,), part=0),
+        Row(before + "embeddings.register_tokens", "prefix_tokens", UNBATCHED, split=(1,), part=1),
+        Row(before + table, "absolute.table"),
+        Row(before + "pre_layrnorm.{}", "embedding_norm.{}"),
+        Row(layer + "layer_norm{}.{}", "layers.{}.norm{}.{}"),
+        *rows_of_layers(layer, "self_attn", "out_proj"),
+        Row(before + "post_layernorm.{}", "norm.{}"),
+        Row(head + ".{}", "head.{}"),
+    ]
 
 
 class Checkpoint:
-    """The tensors of a checkpoint, each of which must be used exactly once.
+    """The tensors of a checkpoint, each of which must be used exactly once; all errors are ValueErrors of one line."""
 
-    A position table is a tensor `(1, prefix + patches, dim)`. All errors are ValueErrors of one line.
-    """
-
-    def __init__(self, family: str, state: Mapping[str, Tensor], keys: Sequence[Row]) -> None:
+    def __init__(self, family: str, state: State, keys: Sequence[Row]) -> None:
         self.family = family
         self.keys = keys
         self.state = dict(state)
@@ -87,8 +107,7 @@ class Checkpoint:
         """Return how many numbers follow a name prefix: all from 0 to one below the limit or less."""
         found = (re.match(rf"{re.escape(before)}(\d+)\.", name) for name in self.state)
         numbers = {match[1] for match in found if match}
-        rule = f"{before} must be followed by at most {limit} numbers, got {len(numbers)}"
-        self.require(len(numbers) <= limit, rule)
+        self.require(len(numbers) <= limit, f"{before} must be followed by at most {limit} numbers, got {len(numbers)}")
         for number in range(max(len(numbers), 1)):
             self.require(str(number) in numbers, f"{before}{number} is missing")
         return len(numbers)
@@ -97,18 +116,17 @@ class Checkpoint:
         """Return the names in the file of the tensors that fill a parameter."""
         return [theirs for _, theirs in self._rows(ours)]
 
-    def depth_and_widths(self) -> dict[str, Any]:
-        """Return the arguments of `ViT` that depend on the number of layers and on the width of the MLP and head."""
+    def sizes(self, input_size: Iterable[int], patch_size: Size, in_channels: int, dim: int, num_heads: int) -> Any:
+        """Return the arguments of `ViT` that are sizes: these, the number of layers, and widths of the MLP and head."""
         layers = next(row.theirs for row in self.keys if row.ours.startswith("layers.{}"))
-        (head,) = self.names("head.weight")
-        return {
-            "depth": self.count(layers.partition("{}")[0]),
-            "mlp_dim": self.shape(self.names("layers.0.mlp.0.weight")[0], 2)[0],
-            "num_outputs": self.shape(head, 2)[0] if head in self else 0,
-        }
+        (head,), (mlp,) = self.names("head.weight"), self.names("layers.0.mlp.0.weight")
+        sizes = {"input_size": tuple(input_size), "patch_size": tuple(patch_size), "in_channels": in_channels}
+        widths = {"dim": dim, "num_heads": num_heads, "mlp_dim": self.shape(mlp, 2)[0]}
+        outputs = self.shape(head, 2)[0] if head in self else 0
+        return {**sizes, **widths, "depth": self.count(layers.partition("{}")[0]), "num_outputs": outputs}
 
     def training_size(
-        self, patch: Size, input_size: int | Size | None, table: str = "", prefix_entries: Sequence[int] = (0,)
+        self, patch: Size, input_size: Extents, table: str = "", prefix_entries: Size = (0,)
     ) -> tuple[int, ...]:
         """Return the training size: as given, or a square of as many patches as a position table has entries."""
         entries = self.shape(table, 3)[1] if table in self else 0

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from torchrope.encodings import LearnedAPE, LieRE, NoEncoding, baselines
-from torchrope.integrations.checkpoints.published.key_map import UNBATCHED, Checkpoint, Row
+from torchrope.integrations.checkpoints.published.key_map import UNBATCHED, Checkpoint, Extents, Row
 from torchrope.lattice import Lattice
 from torchrope.models import ViT
 from torchrope.positions import PerAxis
@@ -40,8 +40,8 @@ def convert(
     state: Mapping[str, Tensor],
     *,
     layers: str | None = None,
-    input_size: int | Sequence[int] | None = None,
-    patch_size: int | Sequence[int] | None = None,
+    input_size: Extents = None,
+    patch_size: Extents = None,
     spacing: PerAxis | None = None,
 ) -> ViT:
     """Build a `ViT` with `LieRE` for generators, `LearnedAPE` for a table that is not zero, else VisionLLaMA's RoPE."""
@@ -59,8 +59,9 @@ def convert(
     lattice = [size // extent for size, extent in zip(extents, patch, strict=True)]
     channels_last = source.state[_PATCHES].reshape(dim, *patch, -1)
     source.state[_PATCHES] = channels_last.movedim(-1, 1).flatten(1)
-    sizes = source.depth_and_widths() | {"num_outputs": source.shape("mlp_head.1.weight", 2)[0]}
     heads = dim // _HEAD_DIM
+    sizes = source.sizes(extents, patch, entries // math.prod(patch), dim, heads)
+    source.shape("mlp_head.1.weight", 2)
     learned = bool(source.state["pos_embedding"].any())
     if not learned:
         source.take("pos_embedding", (1, 1 + math.prod(lattice), dim))
@@ -72,32 +73,17 @@ def convert(
         rotary_dim = _HEAD_DIM // (2 * axes) * 2 * axes
         encoding = NoEncoding if learned else partial(baselines.visionllama, rotary_dim=rotary_dim)
         generators = [] if learned else [encoding(num_axes=axes, num_heads=1, head_dim=_HEAD_DIM).generators()]
-    return source.load(
-        ViT,
-        generators,
-        input_size=extents,
-        patch_size=patch,
-        in_channels=entries // math.prod(patch),
-        dim=dim,
-        num_heads=heads,
-        encoding=encoding,
-        absolute=LearnedAPE if learned else None,
-        qkv_bias=False,
-        dropout=0.1,
-        norm_eps=1e-5,
-        share_layers=len(generators) < 2,
-        positions=Lattice(tuple(1 / max(n - 1, 1) for n in lattice) if spacing is None else spacing, origin=0.0),
-        **sizes,
-    )
+    positions = Lattice(tuple(1 / max(n - 1, 1) for n in lattice) if spacing is None else spacing, origin=0.0)
+    sizes |= {"absolute": LearnedAPE if learned else None, "positions": positions, "share_layers": len(generators) < 2}
+    return source.load(ViT, generators, encoding=encoding, qkv_bias=False, dropout=0.1, norm_eps=1e-5, **sizes)
 
 
-def _patch(source: Checkpoint, entries: int, num_axes: int, patch_size: int | Sequence[int] | None) -> tuple[int, ...]:
+def _patch(source: Checkpoint, entries: int, num_axes: int, patch_size: Extents) -> tuple[int, ...]:
     """Return the size of a patch: as given, as published for videos, or a square of three channels."""
     side = math.isqrt(entries // 3)
     if patch_size is None:
         fits = [one for one in (_VIDEO[1], (side, side)) if len(one) == num_axes and 3 * math.prod(one) == entries]
-        rule = f"patch_size= is required: {entries} numbers per patch do not determine it"
-        source.require(fits, rule)
+        source.require(fits, f"patch_size= is required: {entries} numbers per patch do not determine it")
         patch_size = fits[0]
     patch = (patch_size,) * num_axes if isinstance(patch_size, int) else tuple(patch_size)
     rule = f"patch_size must be {num_axes} numbers that divide {entries}, got {patch}"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torchrope.encodings import AxialRoPE, MixedRoPE, NoEncoding, RelativePositionBias
 from torchrope.encodings.base import planar
-from torchrope.integrations.checkpoints.published.key_map import FLAT_PATCHES, MAX_LAYERS, Checkpoint, Row
+from torchrope.integrations.checkpoints.published.key_map import FLAT_PATCHES, MAX_LAYERS, Checkpoint, Extents, Row
 from torchrope.models import Swin
 
 FAMILY = "Swin"
@@ -29,17 +29,8 @@ _KEYS = (
 )
 
 
-def convert(
-    state: Mapping[str, Tensor],
-    *,
-    window_size: int | None = None,
-    input_size: int | Sequence[int] | None = None,
-) -> Swin:
-    """Build a `Swin`: with `RelativePositionBias` for bias tables, with `MixedRoPE` or `AxialRoPE` for frequencies.
-
-    Frequencies are RoPE-Axial's, which rope-vit stores but does not train, if all heads share them and each pair has
-    one axis. Options and errors as of `load_published`.
-    """
+def convert(state: Mapping[str, Tensor], *, window_size: int | None = None, input_size: Extents = None) -> Swin:
+    """Build a `Swin`: with `RelativePositionBias` for bias tables, with `MixedRoPE` or `AxialRoPE` for frequencies."""
     source = checkpoint(state)
     dim, in_channels, *patch = source.shape("patch_embed.proj.weight", 4)
     stages = range(source.count("layers.", _MAX_STAGES))
@@ -50,24 +41,17 @@ def convert(
         last = window * 2 ** (len(stages) - 1)
         input_size = (last * patch[0], last * patch[1])
     frequencies = _take_frequencies(source, dim, depths, num_heads)
-    axial = all(map(_is_axial, frequencies))
+    axial = all(map(_is_axial, frequencies))  # those of RoPE-Axial, which rope-vit stores but does not train
     (head,) = source.names("head.weight")
-    return source.load(
-        Swin,
-        [planar(values) for values in frequencies],
-        input_size=source.training_size(patch, input_size),
-        patch_size=tuple(patch),
-        in_channels=in_channels,
-        num_outputs=source.shape(head, 2)[0] if head in source else 0,
-        dim=dim,
-        depths=depths,
-        num_heads=num_heads,
-        window_size=window,
-        mlp_ratio=source.shape(f"{_FIRST}.mlp.fc1.weight", 2)[0] / dim,
-        encoding=(AxialRoPE if axial else MixedRoPE) if frequencies else NoEncoding,
-        bias=RelativePositionBias if any(name.endswith(".relative_position_bias_table") for name in state) else None,
-        qkv_bias=f"{_FIRST}.attn.qkv.bias" in source,
-    )
+    size, outputs = source.training_size(patch, input_size), source.shape(head, 2)[0] if head in source else 0
+    encoding = (AxialRoPE if axial else MixedRoPE) if frequencies else NoEncoding
+    has_bias = any(name.endswith(".relative_position_bias_table") for name in state)
+    sizes = {"patch_size": tuple(patch), "in_channels": in_channels, "num_outputs": outputs, "dim": dim}
+    sizes |= {"depths": depths, "num_heads": num_heads, "window_size": window}
+    sizes["mlp_ratio"] = source.shape(f"{_FIRST}.mlp.fc1.weight", 2)[0] / dim
+    parts = {"encoding": encoding, "bias": RelativePositionBias if has_bias else None}
+    qkv_bias = f"{_FIRST}.attn.qkv.bias" in source
+    return source.load(Swin, list(map(planar, frequencies)), input_size=size, qkv_bias=qkv_bias, **parts, **sizes)
 
 
 def checkpoint(state: Mapping[str, Tensor]) -> Checkpoint:

@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -11,7 +10,7 @@ from torchrope.encodings.axial import along_axes
 from torchrope.encodings.base import planar
 from torchrope.encodings.fixed import geometric_sequence
 from torchrope.integrations.checkpoints.published import timm_vit
-from torchrope.integrations.checkpoints.published.key_map import Checkpoint
+from torchrope.integrations.checkpoints.published.key_map import Checkpoint, Extents, State
 from torchrope.models import ViT
 
 FAMILY = "rope-vit"
@@ -21,11 +20,7 @@ MARKS = (("patch_embed.proj.weight",), ("blocks.0.attn.qkv.weight",), ("blocks.0
 
 
 def convert(
-    state: Mapping[str, Tensor],
-    *,
-    num_heads: int | None = None,
-    input_size: int | Sequence[int] | None = None,
-    encoding: str | None = None,
+    state: State, *, num_heads: int | None = None, input_size: Extents = None, encoding: str | None = None
 ) -> ViT:
     """Build a `ViT` with `MixedRoPE` if the file has frequencies, otherwise with `AxialRoPE` of base 100."""
     source = Checkpoint(FAMILY, state, timm_vit.keys(state))

@@ -1,19 +1,17 @@
 """Convert ViT, DeiT, DINO, DINOv2 and CLIP with timm's parameter names, or those of transformers, to `ViT`."""
 
 import re
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from torchrope.encodings import LearnedAPE, NoEncoding
+from torchrope.integrations.checkpoints.published import key_map
 from torchrope.integrations.checkpoints.published.key_map import (
-    BATCHED,
     FLAT_PATCHES,
     UNBATCHED,
     Checkpoint,
+    Extents,
     Row,
-    separate_qkv,
+    State,
 )
 from torchrope.models import ACTIVATIONS, ViT
 
@@ -36,35 +34,11 @@ _KEYS = (
     Row("norm.{}", "norm.{}"),
     Row("head.{}", "head.{}"),
 )
-
-
 CLIP_TABLE = "embeddings.position_embedding.weight"
-_CLIP_LAYER = "encoder.layers.{}."
-_CLIP_KEYS = [
-    Row("embeddings.patch_embedding.weight", "embed.proj.weight", FLAT_PATCHES),
-    Row("", "embed.proj.bias"),
-    Row("embeddings.class_embedding", "prefix_tokens", BATCHED, split=(1,), part=0),
-    Row("embeddings.register_tokens", "prefix_tokens", UNBATCHED, split=(1,), part=1),  # none
-    Row(CLIP_TABLE, "absolute.table"),
-    Row("pre_layrnorm.{}", "embedding_norm.{}"),
-    Row(_CLIP_LAYER + "layer_norm{}.{}", "layers.{}.norm{}.{}"),
-    *separate_qkv(_CLIP_LAYER + "self_attn.?_proj.{}"),
-    Row(_CLIP_LAYER + "self_attn.out_proj.{}", "layers.{}.attention.proj.{}"),
-    Row(_CLIP_LAYER + "layer_scale{}.lambda1", "layers.{}.scale{}.factor"),  # none
-    Row(_CLIP_LAYER + "mlp.fc1.{}", "layers.{}.mlp.0.{}"),
-    Row(_CLIP_LAYER + "mlp.fc2.{}", "layers.{}.mlp.3.{}"),
-    Row("post_layernorm.{}", "norm.{}"),
-    Row("classifier.{}", "head.{}"),
-]
-"""Key map of the vision tower of CLIP in transformers."""
 
 
 def convert(
-    state: Mapping[str, Tensor],
-    *,
-    num_heads: int | None = None,
-    input_size: int | Sequence[int] | None = None,
-    activation: str | None = None,
+    state: State, *, num_heads: int | None = None, input_size: Extents = None, activation: str | None = None
 ) -> ViT:
     """Build a `ViT` with `LearnedAPE`; options and errors as of `load_published`, also from names of transformers."""
     if CLIP_TABLE in state:
@@ -80,10 +54,10 @@ def convert(
     return source.load(ViT, encoding=NoEncoding, share_layers=True, activation=ACTIVATIONS[activation], **settings)
 
 
-def keys(state: Mapping[str, Tensor]) -> list[Row]:
+def keys(state: State) -> list[Row]:
     """Return the key map of a state dict; DeiT III and rope-vit have other names of layer scales than timm."""
     if CLIP_TABLE in state:
-        return _CLIP_KEYS
+        return key_map.rows_of_clip("", CLIP_TABLE, "classifier")
     if "embeddings.cls_token" in state:
         return _transformers_keys(state)
     scale = "gamma_{}" if "blocks.0.gamma_1" in state else "ls{}.gamma"
@@ -92,7 +66,7 @@ def keys(state: Mapping[str, Tensor]) -> list[Row]:
     return [*own, *bias, Row(f"blocks.{{}}.{scale}", "layers.{}.scale{}.factor")]
 
 
-def _transformers_keys(state: Mapping[str, Tensor]) -> list[Row]:
+def _transformers_keys(state: State) -> list[Row]:
     found = map(re.compile(r"((?:encoder\.)?layers?\.)0\.").match, state)
     layer = next((match[1] for match in found if match), "") + "{}."
     norms = ("norm1", "norm2") if layer.format(0) + "norm1.weight" in state else ("layernorm_before", "layernorm_after")
@@ -103,17 +77,13 @@ def _transformers_keys(state: Mapping[str, Tensor]) -> list[Row]:
         Row("embeddings.register_tokens", "prefix_tokens", UNBATCHED, split=(1,), part=1),
         Row("embeddings.position_embeddings", "absolute.table"),
         *(Row(f"{layer}{norm}.{{}}", f"layers.{{}}.norm{index}.{{}}") for index, norm in enumerate(norms, 1)),
-        *separate_qkv(layer + "attention.?_proj.{}"),
-        Row(layer + "attention.o_proj.{}", "layers.{}.attention.proj.{}"),
-        Row(layer + "layer_scale{}.lambda1", "layers.{}.scale{}.factor"),
-        Row(layer + "mlp.fc1.{}", "layers.{}.mlp.0.{}"),
-        Row(layer + "mlp.fc2.{}", "layers.{}.mlp.3.{}"),
+        *key_map.rows_of_layers(layer, "attention", "o_proj"),
         Row("layernorm.{}", "norm.{}"),
         Row("classifier.{}", "head.{}"),
     ]
 
 
-def arguments(source: Checkpoint, *, num_heads: int | None, input_size: int | Sequence[int] | None) -> dict[str, Any]:
+def arguments(source: Checkpoint, *, num_heads: int | None, input_size: Extents) -> dict[str, Any]:
     """Infer the arguments of `ViT` from shapes; num_heads and input_size override those of the published models."""
     class_token, registers = source.names("prefix_tokens")
     dim, in_channels, *patch = source.shape(source.names("embed.proj.weight")[0], 4)
@@ -132,15 +102,8 @@ def arguments(source: Checkpoint, *, num_heads: int | None, input_size: int | Se
         num_heads = _HEADS.get(dim, dim // 64)
     rule = f"num_heads must divide the {dim} channels of its tokens, got {num_heads}"
     source.require(num_heads >= 1 and dim % num_heads == 0, rule)
-    return {
-        "input_size": source.training_size(patch, input_size, table, prefix_entries),
-        "patch_size": tuple(patch),
-        "in_channels": in_channels,
-        "dim": dim,
-        "num_heads": num_heads,
-        "num_registers": num_registers,
-        "qkv_bias": source.names("layers.0.attention.qkv.bias")[0] in source,
-        "layer_scale": 1.0 if source.names("layers.0.scale1.factor")[0] in source else None,
-        "absolute": LearnedAPE if table in source else None,
-        **source.depth_and_widths(),
-    }
+    (bias, *_), (scale,) = source.names("layers.0.attention.qkv.bias"), source.names("layers.0.scale1.factor")
+    optional = {"qkv_bias": bias in source, "layer_scale": 1.0 if scale in source else None}
+    extents = source.training_size(patch, input_size, table, prefix_entries)
+    sizes = source.sizes(extents, patch, in_channels, dim, num_heads)
+    return {**sizes, **optional, "num_registers": num_registers, "absolute": LearnedAPE if table in source else None}

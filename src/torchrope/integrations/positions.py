@@ -1,24 +1,28 @@
 """Where the positions of tokens come from in a model of another library: once per forward, or for each layer.
 
-The method `attach` hooks the functions which set positions into a model, and returns the handles that undo it.
+The method `attach` hooks the functions that compute positions into a model and returns the handles that undo it;
+`begin` sets the rotation of a layer before its forward.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from torchrope.integrations.forward_state import ForwardState
+from torchrope.integrations.forward import ForwardState
 from torchrope.integrations.rotary import Replaced
-from torchrope.positions import grid
+from torchrope.ops.backends import is_exporting
+from torchrope.tensors import is_narrow, wide_dtype
+
+if TYPE_CHECKING:
+    from torchrope.integrations.layer import SwappedLayer
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Placed = tuple[Tensor, Sequence[int | Tensor]]
-"""Lattice indices `([batch,] tokens, axes)`, and the tokens along each axis."""
+OnLattice = tuple[Tensor | torch.device, Sequence[int | Tensor]]
+"""Lattice indices `([batch,] tokens, axes)`, or the device for all of a lattice, and the tokens along each axis."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class FromPatches:
         suffix: Number of trailing tokens without position.
         drop: Name of a submodule of timm that drops patches, if any.
         place: Function of the model, arguments and keyword arguments of the module and its output (None for "") that
-            returns the `Placed` patches; by default those of an image or volume, from an output
+            returns the patches `OnLattice`; by default those of an image or volume, from an output
             `(batch, channels, *lattice)` or `(batch, tokens, channels)`, a token for each square patch or stride.
     """
 
@@ -40,24 +44,23 @@ class FromPatches:
     prefix: int | str | Callable[[Any], int] = 0
     suffix: int = 0
     drop: str = ""
-    place: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Placed | None] | None = None
+    place: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], OnLattice | None] | None = None
 
     def attach(self, state: ForwardState, layers: Sequence[Any]) -> list[Any]:
         tower, enter = state.tower, partial(self._enter, state)
+        handles = state.attach(blocks_of(tower, layers))
         if self.module:
-            handles = [tower.get_submodule(self.module).register_forward_hook(enter, with_kwargs=True)]
+            handles.append(tower.get_submodule(self.module).register_forward_hook(enter, with_kwargs=True))
         else:
-            handles = [tower.register_forward_pre_hook(enter, with_kwargs=True)]
-        handles.append(tower.register_forward_hook(state.leave, always_call=True))
+            handles.append(tower.register_forward_pre_hook(enter, with_kwargs=True))
         dropout = getattr(tower, self.drop, None) if self.drop else None
         if type(dropout).__name__ in ("PatchDropout", "PatchDropoutWithIndices"):
             handles.append(Replaced(dropout, "forward", partial(_dropped, dropout, state, self._num_prefix(tower))))
-        blocks = blocks_of(tower, layers)
-        parts = [part for block in blocks for part in block.children() if part not in blocks]
-        for module in (*blocks, *parts):
-            link = partial(state.link, part=module not in blocks)
-            handles.append(module.register_forward_pre_hook(link, with_kwargs=True))
-        return handles + _begin_layers(state, layers, partial(_begin, None))
+        return handles
+
+    def begin(self, layer: "SwappedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        layer.set_rotation(layer.state.rotation(layer.index))
+        return args, kwargs
 
     def _enter(self, state: ForwardState, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
         """Forward hook of the submodule, or forward pre-hook of the model: set the positions of a forward."""
@@ -81,19 +84,25 @@ class FromCoordinates(FromPatches):
 
 @dataclass(frozen=True)
 class FromLayer:
-    """`Placed` tokens, such as those of a window, by a function of a layer, its arguments and keyword arguments."""
+    """Tokens `OnLattice`, such as those of a window, by a function of a layer, its arguments and keyword arguments."""
 
-    place: Callable[[Any, tuple[Any, ...], dict[str, Any]], Placed]
+    place: Callable[[Any, tuple[Any, ...], dict[str, Any]], OnLattice]
 
     def attach(self, state: ForwardState, layers: Sequence[Any]) -> list[Any]:
-        return _begin_layers(state, layers, partial(_begin, self.place))
+        return []
+
+    def begin(self, layer: "SwappedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        rotary = layer.state.rotary
+        positions = rotary.positions_of(rotary.index(layer.index), *self.place(layer.module, args, kwargs))
+        layer.set_rotation(layer.rotation_at(positions))
+        return args, kwargs
 
 
 @dataclass(frozen=True)
 class FromArgument:
     """Positions passed to each layer as an argument, in place of tables of cosines and sines.
 
-    The model's own code selects, reorders and repeats them like the tables.
+    The model's own code selects, reorders and repeats them like the tables. They travel as integers, see `to_bits`.
 
     Attributes:
         name: Name of the tables among the arguments of a layer.
@@ -104,6 +113,7 @@ class FromArgument:
         streams: Returns whether a layer has separate norms for the other stream, whose tokens come first.
         exact: Whether cos and sin are computed by PyTorch, because angles are so large that kernels round differently.
         check: Raises ValueError for a layer that cannot rotate; called before each of its forwards.
+        alike: Whether all layers read the same from the same argument, which is then read once per forward.
     """
 
     name: str
@@ -113,31 +123,59 @@ class FromArgument:
     streams: Callable[[Any], bool] | None = None
     exact: bool = False
     check: Callable[[Any], None] | None = None
+    alike: bool = False
 
     def attach(self, state: ForwardState, layers: Sequence[Any]) -> list[Any]:
-        names = [list(inspect.signature(type(layer).forward).parameters)[1:] for layer in layers]
-        places = [
-            tuple(own.index(name) if name in own else len(own) for name in (self.name, self.other)) for own in names
-        ]
-        return [*self.replace_tables(state.tower), *_begin_layers(state, layers, partial(self._begin, places))]
+        handles = [*self.replace_tables(state.tower)]
+        return [*handles, state.tower.register_forward_hook(state.leave, always_call=True)] if self.alike else handles
 
-    def _begin(
-        self, places: list[tuple[int, ...]], state: ForwardState, index: int, layer: Any, args: Any, kwargs: Any
-    ) -> Arguments:
-        """Forward pre-hook of a layer: rotate by the positions that it receives, and pass the tables, if any, on."""
-        place, other_place = places[index]
+    def begin(self, layer: "SwappedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        place = layer.place_of(self.name)
         received = argument(self.name, place, args, kwargs)
         if received is None:
-            state.end(layer, args, None)  # an earlier call may have raised before its end
             return args, kwargs
         if self.check is not None:
-            self.check(layer)
-        other = argument(self.other, other_place, args, kwargs) if self.other else None
+            self.check(layer.module)
+        other = argument(self.other, layer.place_of(self.other), args, kwargs) if self.other else None
         others = other.shape[1] if isinstance(other, Tensor) else 0
-        indices, passed = self.read(received, layer, others)
-        has_streams = self.streams is not None and self.streams(layer)
-        state.begin(index, indices, others=others if has_streams else 0, exact=self.exact)
+        positions, passed = self._positions(layer, received, others)
+        has_streams = self.streams is not None and self.streams(layer.module)
+        layer.set_rotation(layer.rotation_at(positions), others=others if has_streams else 0, exact=self.exact)
         return with_argument(self.name, place, args, kwargs, passed)
+
+    def _positions(self, layer: "SwappedLayer", received: Any, others: int) -> tuple[Tensor, Any]:
+        """Read positions, once per forward if all layers read the same."""
+        running = layer.state.running
+        known = running.received
+        if known is not None and known[0] is received and known[1] == layer.lattice:
+            return known[2], known[3]
+        indices, passed = self.read(received, layer.module, others)
+        rotary = layer.state.rotary
+        positions = rotary.at(rotary.index(layer.index), from_bits(indices))
+        if self.alike and not positions.requires_grad and not torch.compiler.is_compiling():
+            running.received = (received, layer.lattice, positions, passed)
+        return positions, passed
+
+
+def to_bits(positions: Tensor) -> Tensor:
+    """Return the bits of floating-point positions as integers, which policies of mixed precision do not cast.
+
+    Models index, repeat and concatenate them as before. Positions that need gradients stay floating point.
+    """
+    if positions.requires_grad or is_exporting():  # ONNX has no view of other dtypes
+        return positions
+    wide = positions.to(wide_dtype(positions))
+    return wide.view(torch.int64 if wide.dtype == torch.float64 else torch.int32)
+
+
+def from_bits(received: Tensor) -> Tensor:
+    """Return the positions of `to_bits`; raise ValueError if they were cast."""
+    if is_narrow(received):
+        rule = "positions of a swapped model must reach its layers in float32: switch off the cast of inputs of blocks"
+        raise ValueError(f"{rule} (FSDP: cast_forward_inputs=False), got {received.dtype}")
+    if received.is_floating_point():
+        return received
+    return received.view(torch.float64 if received.dtype == torch.int64 else torch.float32)
 
 
 def argument(name: str, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -152,30 +190,16 @@ def with_argument(name: str, place: int, args: tuple[Any, ...], kwargs: dict[str
     return args, {**kwargs, name: value}
 
 
-def _begin(
-    place: Callable[..., Placed] | None, state: ForwardState, index: int, layer: Any, args: Any, kwargs: Any
-) -> None:
-    state.begin(index, *(() if place is None else place(layer, args, kwargs)))
-
-
-def _begin_layers(state: ForwardState, layers: Sequence[Any], begin: Callable[..., Any]) -> list[Any]:
-    """Hook into layers a function of the state, the index of the layer and the arguments of a forward pre-hook."""
-    handles: list[Any] = []
-    for index, layer in enumerate(layers):
-        handles.append(layer.register_forward_pre_hook(partial(begin, state, index), with_kwargs=True))
-        handles.append(layer.register_forward_hook(state.end, always_call=True))
-    return handles
-
-
 def _dropped(dropout: Any, state: ForwardState, num_prefix: int, tokens: Tensor) -> Any:
     """Forward of timm's patch dropout that also selects the positions of the prefix and of the patches kept."""
     from timm.layers import PatchDropout, PatchDropoutWithIndices
 
     tokens, kept = PatchDropoutWithIndices.forward(dropout, tokens)
-    if kept is not None:  # (batch, n) indices after the prefix
+    placed = state.running.placed
+    if kept is not None and placed is not None:  # (batch, n) indices after the prefix
         prefix = torch.arange(num_prefix, device=kept.device).expand(len(kept), -1)
         index = torch.cat([prefix, kept + num_prefix], dim=1).unsqueeze(-1)
-        positions = [every.expand(len(kept), *every.shape[-2:]) for every in state.running.positions or ()]
+        positions = [every.expand(len(kept), *every.shape[-2:]) for every in placed.positions]
         state.place([every.gather(1, index.expand(-1, -1, every.shape[-1])) for every in positions])
     return tokens if isinstance(dropout, PatchDropout) else (tokens, kept)
 
@@ -188,7 +212,7 @@ def blocks_of(tower: nn.Module, layers: Sequence[Any]) -> list[nn.Module]:
     return [part for part in parts if not own.isdisjoint(part.modules())]
 
 
-def _patches_of_image(name: str, tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Placed:
+def _patches_of_image(name: str, tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> OnLattice:
     """Place the patches of an image, from the output of the module that made tokens of them."""
     image = args[0] if args else next(iter(kwargs.values()))
     sizes = image.shape[2:]
@@ -206,9 +230,9 @@ def _patches_of_image(name: str, tower: Any, args: tuple[Any, ...], kwargs: dict
         if torch.Size(lattice).numel() != output.shape[1]:
             rule = f"the output of {name!r} must be (batch, channels, *lattice), or a token for each square patch"
             raise ValueError(f"{rule}, or FromPatches needs place=, got {tuple(output.shape)} for {tuple(image.shape)}")
-    return grid(*lattice, device=output.device), tuple(lattice)
+    return output.device, tuple(lattice)
 
 
-def _coordinates(name: str, place: int, tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> Placed:
+def _coordinates(name: str, place: int, tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> OnLattice:
     coordinates: Tensor = argument(name, place, args, kwargs)
     return coordinates, (1,) * coordinates.shape[-1]

@@ -1,0 +1,104 @@
+"""Time swapped models relative to the same model without an encoding:  python benchmarks/inference.py
+
+A ViT-Ti of timm at batch 1 (swapped, and frozen with its encodings), a Llama of 30 layers that generates a token with a
+cache, and a training step of a ViT-S. The models of a row take turns in one process; ratios are those of each round.
+Writes benchmarks/results/inference.json. Run it on an idle machine.
+"""
+
+import argparse
+import copy
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import timm
+import torch
+import transformers
+
+import torchrope as tr
+from torchrope.files import write_whole
+from torchrope_lab.timing import interleaved_seconds, ratio
+
+TARGET = Path(__file__).parent / "results" / "inference.json"
+IMAGE = (3, 224, 224)
+
+
+def swapped(model: Any, name: str, *, frozen: bool = False) -> Any:
+    """Return a swapped copy of a model, with generators that are not zero."""
+    torch.manual_seed(0)
+    model = tr.swap(copy.deepcopy(model), name, init="paper")
+    return tr.freeze(model, torch.zeros(1, *IMAGE)) if frozen else model
+
+
+def images(depth: int) -> dict[str, Callable[[], object]]:
+    """A forward of one image in a ViT-Ti."""
+    plain = timm.create_model("vit_tiny_patch16_224", num_classes=10, depth=depth).eval()
+    models = {"plain": plain, "mixed": swapped(plain, "mixed")}
+    for name in ("mixed", "comrope-ap:8", "liere:8"):
+        models[f"{name}, frozen"] = swapped(plain, name, frozen=True)
+    x = torch.randn(1, *IMAGE)
+    return {name: partial(model, x) for name, model in models.items()}
+
+
+def tokens(depth: int) -> dict[str, Callable[[], object]]:
+    """One further token of a Llama after a prompt of 64, from a cache that is cropped again."""
+    sizes: Any = dict(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3)
+    config = transformers.LlamaConfig(vocab_size=1000, num_hidden_layers=depth, **sizes)
+    plain = transformers.LlamaForCausalLM(config).eval()
+    models = {"plain": plain, "mixed": tr.swap(copy.deepcopy(plain), "mixed")}
+    prompt, token = torch.randint(1000, (1, 64)), torch.tensor([[7]])
+
+    def generate(model: Any, cache: Any) -> None:
+        model(token, past_key_values=cache, use_cache=True)
+        cache.crop(-1)
+
+    caches = {name: model(prompt, use_cache=True).past_key_values for name, model in models.items()}
+    return {name: partial(generate, model, caches[name]) for name, model in models.items()}
+
+
+def steps(depth: int) -> dict[str, Callable[[], object]]:
+    """A forward and backward pass of 8 images in a ViT-S."""
+    plain = timm.create_model("vit_small_patch16_224", num_classes=10, depth=depth).train()
+    models = {name: plain if name == "plain" else swapped(plain, name) for name in ("plain", "axial", "mixed")}
+    x = torch.randn(8, *IMAGE)
+    return {name: partial(step, model, x) for name, model in models.items()}
+
+
+def step(model: Any, x: torch.Tensor) -> None:
+    """Compute gradients, which are not kept."""
+    model(x).sum().backward()
+    model.zero_grad()
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=60, help="of forwards; training steps take a third")
+    parser.add_argument("--depth", type=int, help="layers of all models, by default their own: 12, 30 and 12")
+    parser.add_argument("--out", type=Path, default=TARGET)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    rows = []
+    for title, build, depth, share in (
+        ("ViT-Ti, one image", images, 12, 1),
+        ("Llama, one token", tokens, 30, 1),
+        ("ViT-S, training step", steps, 12, 3),
+    ):
+        with torch.set_grad_enabled(build is steps):
+            times = interleaved_seconds(build(given.depth or depth), rounds=given.rounds // share, device="cpu")
+        for name, own in times.items():
+            cost, ms = ratio(own, times["plain"]), 1e3 * median(own)
+            rows.append({"model": title, "encoding": name, "ms": ms, "ratio": [cost.low, cost.median, cost.high]})
+            shown = f"{ms:>8.2f} ms  {cost.median:.3f} ({cost.low:.3f} to {cost.high:.3f})"
+            print(f"{title:<22}{name:<22}{shown}", flush=True)
+    write_whole(
+        given.out, json.dumps({"threads": given.threads, "rounds": given.rounds, "rows": rows}, indent=1) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
