@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -98,7 +98,7 @@ class ForwardState:
         """Set the positions of the tokens of this forward, `([batch,] tokens, axes)` for each encoding."""
         shared = self.rotary.encodings[0](positions[0]) if len(positions) == 1 else None
         self.running.placed = Placed(positions, shared, _backward_pass())
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if torch.is_grad_enabled():
             self._wrap_checkpointing()
 
     def rotation(self, layer: int) -> Rotation:
@@ -112,9 +112,7 @@ class ForwardState:
         if placed is None or placed.backward not in (None, backward):
             kind = type(self.tower).__name__
             if backward != -1:
-                rule = (
-                    "blocks of a swapped model are recomputed by `checkpoint`, imported by name where they are called"
-                )
+                rule = "blocks of a swapped model are recomputed by `checkpoint`, imported by name in its module"
                 raise ValueError(f"{rule}, which keeps their positions; got a {kind} with another checkpointing")
             rule = "layers of a swapped model must be called through the model, which computes their positions"
             raise ValueError(f"{rule}, got a layer of {kind} called alone")
@@ -135,7 +133,7 @@ class ForwardState:
             if owner in inside or (owner is not self.tower and inside.isdisjoint(owner.modules())):
                 continue
             for name in dict.fromkeys(name for kind in type(owner).__mro__ for name in vars(kind)):
-                if isinstance(getattr(type(owner), name), FunctionType):
+                if isinstance(getattr(type(owner), name, None), FunctionType):
                     handles.extend(self._replace_method(owner, name))
         return [*handles, _Unwrapped(self.tower)]
 
@@ -153,9 +151,10 @@ class ForwardState:
         """Wrap the checkpointing functions that blocks have as attributes; users set them at any time."""
         for module in self.tower.modules():
             for name in _CHECKPOINTING_ATTRIBUTES:
-                function = vars(module).get(name)
+                compiles = torch.compiler.is_compiling()  # which reads no `vars`
+                function = getattr(module, name, None) if compiles else vars(module).get(name)
                 if function is not None and not isinstance(function, _Checkpointing):
-                    vars(module)[name] = _Checkpointing(self, function)
+                    setattr(module, name, _Checkpointing(self, function))
 
 
 def _backward_pass() -> int:
@@ -189,7 +188,7 @@ class _Checkpointing:
     replaced: Any = None  # set by Rebound
 
     def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        placed = None if torch.compiler.is_compiling() else self.state.running.placed
+        placed = self.state.running.placed
         if placed is None:
             return self.replaced(function, *args, **kwargs)
         if isinstance(function, list | tuple | nn.Sequential | nn.ModuleList):
@@ -204,12 +203,12 @@ class _Bound:
 
     def __init__(self, state: ForwardState, placed: Placed, block: Callable[..., Any]) -> None:
         self.state = state
-        self.placed = replace(placed, backward=None)
+        self.placed = Placed(placed.positions, placed.shared, None)
         self.block = block
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():  # reentrant checkpointing, where each block needs a rotation of its own graph
-            self.placed = replace(self.placed, shared=None)
+            self.placed = Placed(self.placed.positions, None, None)
         running = self.state.running
         outer, running.placed = running.placed, self.placed
         try:
