@@ -1,7 +1,6 @@
 """`Rotary`, the module that `swap` adds to a model of another library: its encodings and the positions they take."""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -113,23 +112,21 @@ class Rotary(nn.Module):
     ) -> Tensor:
         """Return the positions of tokens for one encoding, with tokens at the origin before and after them.
 
-        Their indices in a lattice are `(..., tokens, axes)`, or those of all its tokens on a device; their positions
-        are kept for the next forward at these sizes.
+        Their indices in a lattice are `(..., tokens, axes)`, or those of all its tokens on a device, kept for later.
         """
         if isinstance(indices, Tensor):
             return pad(prefix(self.at(index, indices, sizes), before), (0, 0, 0, after))
-        whole: list[Any] = list(sizes)
-        positions = partial(self.positions_of, index, sizes=sizes, before=before, after=after)
-        if self.training or torch.compiler.is_compiling() or any(type(size) is not int for size in sizes):
-            return positions(grid(*whole, device=indices))
         dtype = next((tensor.dtype for tensor in self._tensors()), None)
-        key = (self._first[index], indices, *sizes, before, after, dtype, torch.is_inference_mode_enabled())
-        if key not in self._known:
-            made = positions(grid(*whole, device=indices))
-            if type(made) is not Tensor:
-                return made
-            self._known = {**dict(list(self._known.items())[-_KEPT:]), key: made}
-        return self._known[key]
+        keeps = not self.training and not torch.compiler.is_compiling() and all(type(size) is int for size in sizes)
+        read = (dtype, torch.is_inference_mode_enabled()) if keeps else None
+        key = (self._first[index], indices, *sizes, before, after, read)
+        if keeps and key in self._known:
+            return self._known[key]
+        whole: list[Any] = list(sizes)
+        positions = self.positions_of(index, grid(*whole, device=indices), sizes, before, after)
+        if keeps and type(positions) is Tensor:
+            self._known = {**dict(list(self._known.items())[-_KEPT:]), key: positions}
+        return positions
 
     def at(self, index: int, indices: Tensor, sizes: Sequence[int | Tensor] = ()) -> Tensor:
         """Return the positions of some tokens of a lattice for one encoding, `(..., tokens, axes)`."""
