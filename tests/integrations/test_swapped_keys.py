@@ -54,7 +54,7 @@ def test_caches_are_those_of_the_model_before_its_swap(name: str, encoding: str)
         cache = first(words, use_cache=True).past_key_values
         assert error(then(rest, past_key_values=cache).logits, whole) < (1e-5 if first is then else 1e-4)
     caches = [model(words, use_cache=True).past_key_values.layers for model in (plain, swapped)]
-    assert all(error(came.keys, own.keys) < 1e-4 for own, came in zip(*caches, strict=True))
+    assert all(error(after.keys, before.keys) < 1e-4 for before, after in zip(*caches, strict=True))
 
 
 @torch.no_grad()

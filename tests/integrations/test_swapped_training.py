@@ -168,9 +168,9 @@ def gradients(model: Any, name: str, situation: str = "") -> Tensor:
     return torch.cat([getattr(grad, "full_tensor", lambda grad=grad: grad)().flatten() for grad in found])
 
 
-def differs(came: Tensor, expected: Tensor) -> float:
-    assert came.shape == expected.shape
-    return float((came - expected).norm() / expected.norm())
+def differs(actual: Tensor, expected: Tensor) -> float:
+    assert actual.shape == expected.shape
+    return float((actual - expected).norm() / expected.norm())
 
 
 REENTRANT = ("timm", "features", "dropped", "transformers", "registered")

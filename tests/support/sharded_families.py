@@ -45,10 +45,10 @@ def differences(family: Family, rank: int) -> dict[str, Any]:
     for name, wrap in (("ddp", partial(DistributedDataParallel, find_unused_parameters=True)), ("fsdp2", sharded)):
         try:
             wrapped: Any = wrap(deepcopy(model))
-            came = step(wrapped, family.call, given[rank])
+            own = step(wrapped, family.call, given[rank])
             dtypes = {str(p.dtype) for part, p in wrapped.named_parameters() if "rotary." in part}
             worst = [
-                float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in zip(came, expected, strict=True)
+                float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in zip(own, expected, strict=True)
             ]
             found[name] = {"worst": max(worst), "count": len(worst), "dtypes": sorted(dtypes)}
         except Exception as failure:
@@ -79,8 +79,8 @@ def rounding(family: Family, swapped: Any, given: Any) -> dict[str, float]:
         for block in reversed(blocks):
             fully_shard(model.get_submodule(block), mp_policy=narrow)
         torch.manual_seed(0)
-        came = family.call(fully_shard(model, mp_policy=narrow), given).float()
-        found[which] = float((came - exact).norm() / exact.norm())
+        actual = family.call(fully_shard(model, mp_policy=narrow), given).float()
+        found[which] = float((actual - exact).norm() / exact.norm())
     return found
 
 
