@@ -50,31 +50,37 @@ SCHEMAS = {
 
 _COMPUTE: dict[str, Callable[..., Any]] = {}  # of plain tensors
 _FUNCTIONS: dict[str, type[torch.autograd.Function]] = {}  # the same with gradients
-_PLAIN = (Tensor, nn.Parameter)
+_PLAIN, _SETTINGS = (Tensor, nn.Parameter), (bool, list)
 _OBSERVERS = [private(f"_C.{name}") for name in ("_len_torch_dispatch_stack", "_len_torch_function_stack")]
 _OBSERVERS += [private("_C._functorch.get_interpreter_stack"), private("_C._get_tracing_state")]
+_has_storage = private("_C._has_storage") or (lambda x: False)  # gradients of is_grads_batched have none
 
 
 def run(name: str, *args: Any) -> Any:
     """Call an operator; of plain tensors without the dispatcher, which takes longer than a small kernel."""
     if _is_observed(args):
         return getattr(OPS, name)(*args)
-    if torch.is_grad_enabled() and any([isinstance(x, Tensor) and x.requires_grad for x in args]):  # noqa: C419
-        return _FUNCTIONS[name].apply(*args)
-    return _COMPUTE[name](*args)
+    if not torch.is_grad_enabled() or not any([isinstance(x, Tensor) and x.requires_grad for x in args]):  # noqa: C419
+        return _COMPUTE[name](*args)
+    return _FUNCTIONS[name].apply(*args) if name in _FUNCTIONS else getattr(OPS, name)(*args)
 
 
 def _is_observed(args: Sequence[Any]) -> bool:
     """Return whether a mode, transform, tracer or subclass of tensors may have to see an operator."""
     if torch.compiler.is_compiling() or None in _OBSERVERS or any([observer() for observer in _OBSERVERS]):  # noqa: C419
         return True
-    tensors = [x for x in args if x is not None and type(x) is not bool]
-    return any([type(x) not in _PLAIN or _is_lazy(x) for x in tensors])  # noqa: C419
+    for x in args:
+        if type(x) in _PLAIN:
+            if _is_lazy(x):
+                return True
+        elif x is not None and type(x) not in _SETTINGS:
+            return True
+    return False
 
 
 def _is_lazy(x: Tensor) -> bool:
     """Return whether the memory of a tensor does not hold its values."""
-    return x.is_neg() or x._is_zerotensor() or x.layout != torch.strided
+    return not _has_storage(x) or x.is_neg() or x._is_zerotensor()
 
 
 def kernels(like: Tensor) -> ModuleType:
@@ -216,7 +222,7 @@ def _save_planar(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _planar_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
     wanted, saved = list(ctx.needs_input_grad[2:4]), _saved(ctx, grad_q, grad_k)
-    dq, dk, *of_angles = OPS.rotate_planar_backward(grad_q, grad_k, *saved, ctx.interleaved, wanted)
+    dq, dk, *of_angles = run("rotate_planar_backward", grad_q, grad_k, *saved, ctx.interleaved, wanted)
     return (dq, dk, *_wanted(of_angles, wanted), None, None)
 
 
@@ -227,7 +233,7 @@ def _save_basis(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _basis_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
     wanted, saved = list(ctx.needs_input_grad[2:5]), _saved(ctx, grad_q, grad_k)
-    dq, dk, *parameters = OPS.rotate_basis_backward(grad_q, grad_k, *saved, ctx.outer, wanted)
+    dq, dk, *parameters = run("rotate_basis_backward", grad_q, grad_k, *saved, ctx.outer, wanted)
     return (dq, dk, *_wanted(parameters, wanted), None, None, None)
 
 
@@ -238,7 +244,7 @@ def _save_block(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _block_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
     wanted = ctx.needs_input_grad[3]
-    dq, dk, d_tangent = OPS.rotate_block_backward(grad_q, grad_k, *_saved(ctx, grad_q, grad_k), wanted)
+    dq, dk, d_tangent = run("rotate_block_backward", grad_q, grad_k, *_saved(ctx, grad_q, grad_k), wanted)
     return dq, dk, None, d_tangent if wanted else None
 
 
@@ -255,7 +261,7 @@ def _exp_gradient(ctx: Any, d_table: Tensor | None, d_tangent: Tensor | None) ->
     if d_tangent is None:
         return None, None
     wanted = ctx.needs_input_grad[0]
-    d_positions, d_generators = OPS.exp_generators_backward(positions, generators, d_tangent, wanted)
+    d_positions, d_generators = run("exp_generators_backward", positions, generators, d_tangent, wanted)
     return d_positions if wanted else None, d_generators
 
 
@@ -272,7 +278,7 @@ def _save_exponent(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 def _skew_exp_gradient(ctx: Any, d_table: Tensor) -> Tensor:
     exponents, table = ctx.saved_tensors
-    return OPS.skew_exp_backward(exponents, tangent_of(d_table, table))
+    return run("skew_exp_backward", exponents, tangent_of(d_table, table))
 
 
 _DIFFERENTIABLE: dict[str, tuple[Callable, Callable]] = {
