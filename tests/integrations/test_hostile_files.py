@@ -25,7 +25,7 @@ from swapped import made
 from torch import Tensor, nn
 
 import torchrope as tr
-from torchrope.integrations.checkpoints.settings import budget
+from torchrope.checkpoints.settings import budget
 
 Header = dict[str, Any]
 Place = tuple[str | int, ...]

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from swapped import awake, images, made
 
 import torchrope as tr
-from torchrope.integrations.checkpoints.convert import load_backbone
+from torchrope.checkpoints.convert import load_backbone
 from torchrope.integrations.hub import Hub
 
 SMALL: dict[str, Any] = dict(patch_size=4, num_outputs=5, dim=32, depth=2, num_heads=2)

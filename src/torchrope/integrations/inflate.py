@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from torchrope import encodings as families
+from torchrope.checkpoints.convert import to_torchrope
+from torchrope.checkpoints.recipes import describe
+from torchrope.checkpoints.settings import errors_in_one_line
 from torchrope.encodings import Encoding, NoEncoding
 from torchrope.encodings.names import takes
 from torchrope.inference import require_unfrozen
-from torchrope.integrations.checkpoints.convert import to_torchrope
-from torchrope.integrations.checkpoints.recipes import describe
-from torchrope.integrations.checkpoints.settings import errors_in_one_line
 from torchrope.lattice import Lattice, spaced
 from torchrope.models import ViT
 from torchrope.models.layers import PatchEmbed, builders, resolve

@@ -8,10 +8,10 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
+from torchrope.checkpoints.recipes import describe, to_json
+from torchrope.checkpoints.settings import Limits, check, settable
 from torchrope.encodings import Encoding, NoEncoding, parse_encoding
 from torchrope.encodings.names import built_class
-from torchrope.integrations.checkpoints.recipes import describe, to_json
-from torchrope.integrations.checkpoints.settings import Limits, check, settable
 from torchrope.integrations.families import refuse
 from torchrope.integrations.families.shared import kind_of
 from torchrope.integrations.family import Adapter, AttentionShape, adapters

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from torchrope.integrations import read_state
-from torchrope.integrations.checkpoints.published import (
+from torchrope.checkpoints.published import (
     comrope,
     convert,
     family_of,
@@ -17,6 +16,7 @@ from torchrope.integrations.checkpoints.published import (
     rope_vit,
     timm_vit,
 )
+from torchrope.integrations import read_state
 from torchrope.models import Swin, ViT
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import ColourConfig, DataConfig

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from torchrope import encodings as families
+from torchrope.checkpoints import settings as kinds
+from torchrope.checkpoints.settings import Layout, Limits, check, errors_in_one_line, settable, shown
 from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, Periodic, ScoreBias
 from torchrope.encodings.names import arguments_of, builders, built_as, built_class
 from torchrope.inference import Frozen, FrozenAbsolute
-from torchrope.integrations.checkpoints import settings as kinds
-from torchrope.integrations.checkpoints.settings import Layout, Limits, check, errors_in_one_line, settable, shown
 from torchrope.lattice import Lattice
 from torchrope.models import ACTIVATIONS, Features, Swin, Transformer, ViT
 from torchrope.models.layers import PatchEmbed

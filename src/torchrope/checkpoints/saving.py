@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from torchrope._version import __version__
+from torchrope.checkpoints import recipes
+from torchrope.checkpoints import settings as kinds
+from torchrope.checkpoints.recipes import build, build_of, describe, freeze_again, frozen_parts, to_json
+from torchrope.checkpoints.settings import Layout, budget, check, check_fits, errors_in_one_line, shown
 from torchrope.encodings import AbsoluteEncoding, Encoding, ScoreBias
 from torchrope.files import write_whole
 from torchrope.inference import Frozen
-from torchrope.integrations.checkpoints import recipes
-from torchrope.integrations.checkpoints import settings as kinds
-from torchrope.integrations.checkpoints.recipes import build, build_of, describe, freeze_again, frozen_parts, to_json
-from torchrope.integrations.checkpoints.settings import Layout, budget, check, check_fits, errors_in_one_line, shown
 from torchrope.integrations.family import Adapter, AttentionShape, adapters
 from torchrope.integrations.rotary import ATTRIBUTE, Rotary
 from torchrope.integrations.swap import check_fit, install

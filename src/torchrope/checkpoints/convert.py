@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from torchrope.attention import Attention
+from torchrope.checkpoints.published import convert, family_of, load_published, options_of, timm_vit
+from torchrope.checkpoints.saving import load
+from torchrope.checkpoints.settings import shortened
 from torchrope.encodings import RelativePositionBias
-from torchrope.integrations.checkpoints.published import convert, family_of, load_published, options_of, timm_vit
-from torchrope.integrations.checkpoints.saving import load
-from torchrope.integrations.checkpoints.settings import shortened
 from torchrope.integrations.rotary import Rotary
 from torchrope.lattice import Lattice
 from torchrope.models import Features, Swin, ViT

@@ -3,9 +3,8 @@
 import re
 from typing import Any
 
-from torchrope.encodings import LearnedAPE, NoEncoding
-from torchrope.integrations.checkpoints.published import key_map
-from torchrope.integrations.checkpoints.published.key_map import (
+from torchrope.checkpoints.published import key_map
+from torchrope.checkpoints.published.key_map import (
     FLAT_PATCHES,
     UNBATCHED,
     Checkpoint,
@@ -13,6 +12,7 @@ from torchrope.integrations.checkpoints.published.key_map import (
     Row,
     State,
 )
+from torchrope.encodings import LearnedAPE, NoEncoding
 from torchrope.models import ACTIVATIONS, ViT
 
 FAMILY = "timm's ViT"
