@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchrope import encodings as families
 from torchrope.checkpoints.convert import to_torchrope
-from torchrope.checkpoints.recipes import describe
+from torchrope.checkpoints.saving import describe
 from torchrope.checkpoints.settings import errors_in_one_line
 from torchrope.encodings import Encoding, NoEncoding
 from torchrope.encodings.names import takes
