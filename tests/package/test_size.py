@@ -1,4 +1,4 @@
-"""Sizes that only shrink: lines of code by folder, words of documentation, names at the top.
+"""Sizes that only shrink: lines of code by folders, words of documentation, names at the top.
 
 A limit is lowered in the commit that removes, never raised. Where code moves to `examples` or `benchmarks`, the limit
 is the size that they may reach.
@@ -16,7 +16,7 @@ CODE = {".py", ".c", ".h", ".js", ".css", ".html", ".yaml", ".svg"}
 LINES = {
     "src/torchrope": 21983,
     "src/torchrope/ops": 6711,
-    "src/torchrope/integrations src/torchrope/checkpoints": 6110,
+    "src/torchrope/integrations src/torchrope/checkpoints": 6108,
     "lab/src": 27506,
     "tests": 23828,
     "lab/tests": 22946,

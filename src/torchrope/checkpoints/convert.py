@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from torchrope.attention import Attention
+from torchrope.checkpoints import saving
 from torchrope.checkpoints.published import convert, family_of, load_published, options_of, timm_vit
-from torchrope.checkpoints.saving import load, swaps_of
 from torchrope.checkpoints.settings import shortened
 from torchrope.encodings import RelativePositionBias
 from torchrope.lattice import Lattice
@@ -48,7 +48,7 @@ def read_model(source: str | os.PathLike[str]) -> Any:
     if str(source).startswith(HUBS):
         return to_torchrope(load_named(str(source)))
     path = Path(os.path.expanduser(source))
-    return load(path) if path.is_dir() or _is_saved(path) else load_published(path)
+    return saving.load(path) if path.is_dir() or _is_saved(path) else load_published(path)
 
 
 def _is_saved(file: Path) -> bool:
@@ -86,7 +86,7 @@ def to_torchrope(source: nn.Module) -> ViT | Swin:
     """Convert a model of timm, or a ViT, DINOv2 or CLIP's vision tower of transformers, by its parameter names."""
     if isinstance(source, ViT | Swin):
         return source
-    swap = next(iter(swaps_of(source).values()), None)
+    swap = next(iter(saving.swaps.describe(source).values()), None)
     tensors = {name: value for name, value in source.state_dict().items() if not _UNUSED.search(name)}
     state = {_WRAPPER.sub("", name): value.detach().cpu() for name, value in tensors.items()}
     if "embeddings.cls_token" in state or timm_vit.CLIP_TABLE in state:  # names of transformers

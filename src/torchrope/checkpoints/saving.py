@@ -72,17 +72,8 @@ class Swaps(NamedTuple):
     repeat: Callable[[nn.Module, File, ExitStack], None]  # in a model built the same way; the stack undoes it
 
 
-_swaps: list[Swaps] = []
-
-
-def register_swaps(swaps: Swaps) -> None:
-    """Enter the functions of `torchrope.integrations`, which imports this module."""
-    _swaps[:] = [swaps]
-
-
-def swaps_of(model: nn.Module) -> dict[str, Any]:
-    """Return the settings of the swapped submodules of a model by their names, with its encodings and lattices."""
-    return _swaps[0].describe(model)
+swaps = Swaps(lambda model: {}, lambda model, file: None, lambda model, file, undone: None)
+"""Those of `torchrope.integrations`, which imports this module and sets them."""
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -156,7 +147,7 @@ def load(
 
 def _settings(model: nn.Module, layout: Layout) -> str:
     """Return the description from which `load` rebuilds a model, or swaps one that is built the same way, as JSON."""
-    swap = swaps_of(model)
+    swap = swaps.describe(model)
     described = {
         "format": _FORMAT,
         "torchrope": __version__,
@@ -169,7 +160,7 @@ def _settings(model: nn.Module, layout: Layout) -> str:
     parts = [part for part in model.modules() if isinstance(part, Encoding | AbsoluteEncoding | ScoreBias | Frozen)]
     classes: Any = tuple({_build_of(part).func for part in parts})
     file = _read(text, layout, classes)
-    (_swaps[0].check if swap else _check_equal)(model, file)
+    (swaps.check if swap else _check_equal)(model, file)
     return text
 
 
@@ -210,8 +201,7 @@ def _loaded(path: Path, classes: tuple[type[Encoding], ...], into: nn.Module | N
     numbers = Counter({torch.float32: 0})
     for tensor in tensors.values():
         numbers[tensor.dtype] += tensor.numel() if tensor.is_floating_point() else 0
-    (dtype, _), *_ = numbers.most_common(1)
-    model.to(dtype)  # that of encodings without parameters
+    model.to(max(numbers, key=numbers.__getitem__))  # the dtype of encodings without parameters
     model.load_state_dict(tensors, assign=True)  # in the dtypes they were saved in
     return model.eval()
 
@@ -253,7 +243,7 @@ def _build_next(kind: type, described: deque[Any], file: File, **sizes: Any) -> 
 def _fill(file: File, model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Swap a model as a file describes and load the file's weights; restore the model if they do not fit."""
     with ExitStack() as undone:
-        _swaps[0].repeat(model, file, undone)
+        swaps.repeat(model, file, undone)
         for part in list(model.modules()):
             undone.callback(vars(part).update, vars(part) | {"_modules": dict(part._modules)})
         _freeze_again(model, file)
@@ -326,8 +316,8 @@ def _recipe(model: Any) -> dict[str, Any]:
     if _MODELS.get(name) is not type(model):
         raise ValueError(f"save supports {', '.join(_MODELS)}, Features and swapped models, got {name}")
     defaults = {key: parameter.default for key, parameter in inspect.signature(type(model)).parameters.items()}
-    given = {key: value for key, value in model.arguments.items() if value is not defaults[key]}
-    given = {key: value for key, value in given.items() if key not in ("encoding", "absolute", "bias")}
+    others = {key: value for key, value in model.arguments.items() if key not in ("encoding", "absolute", "bias")}
+    given = {key: value for key, value in others.items() if value is not defaults[key]}
     if isinstance(model, ViT):
         given["positions"] = model.position_map
     if "positions" in given and type(given["positions"]) is not Lattice:

@@ -2,8 +2,7 @@
 
 from torchrope.checkpoints.published.files import read_state as read_state
 from torchrope.checkpoints.saving import FILE as FILE
-from torchrope.integrations import sharing as sharing
-from torchrope.integrations import swap_saving as swap_saving
+from torchrope.integrations import entries as entries
 from torchrope.integrations.family import AttentionShape as AttentionShape
 from torchrope.integrations.family import BuiltInRotation as BuiltInRotation
 from torchrope.integrations.family import ModelFamily as ModelFamily

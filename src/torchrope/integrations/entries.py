@@ -1,4 +1,4 @@
-"""How `torchrope.save` describes what `swap` added to a model, and how `torchrope.load` adds it again."""
+"""What modules below use of integrations: swaps in files of `torchrope.save`, and the mixin of huggingface_hub."""
 
 import json
 from contextlib import ExitStack
@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchrope.checkpoints import saving
 from torchrope.checkpoints import settings as kinds
-from torchrope.checkpoints.saving import File, Swaps, build, register_swaps, to_json
+from torchrope.checkpoints.saving import File, build, to_json
 from torchrope.checkpoints.settings import budget, check, check_fits, errors_in_one_line, shown
 from torchrope.encodings import Encoding
 from torchrope.inference import Frozen
@@ -16,6 +17,7 @@ from torchrope.integrations.family import Adapter, AttentionShape, adapters
 from torchrope.integrations.rotary import ATTRIBUTE, Rotary
 from torchrope.integrations.swap import check_fit, install, remove
 from torchrope.lattice import Lattice
+from torchrope.models.layers import Shareable
 
 _SWAP = {
     "encodings": kinds.PARTS,
@@ -44,13 +46,7 @@ def _describe(model: nn.Module) -> dict[str, Any]:
 
 
 def _described(rotary: Rotary) -> dict[str, Any]:
-    return {
-        "encodings": list(rotary.encodings),
-        "keep_position_tables": rotary.keep_position_tables,
-        "keep_rotation": rotary.keep_rotation,
-        "lattices": rotary.lattices,
-        "channels": rotary.channels,
-    }
+    return {**{name: getattr(rotary, name) for name in _SWAP}, "encodings": list(rotary.encodings)}
 
 
 def _check(model: nn.Module, file: File) -> None:
@@ -123,4 +119,14 @@ def _parts(
     return encodings, lattices, channels
 
 
-register_swaps(Swaps(_describe, _check, _repeat))
+def _mixin() -> Any:
+    """Import the mixin lazily, as it needs optional packages."""
+    try:
+        from torchrope.integrations.hub import Hub
+    except ModuleNotFoundError as error:
+        raise ImportError(f"sharing models requires {error.name}: pip install huggingface_hub safetensors") from None
+    return Hub
+
+
+saving.swaps = saving.Swaps(_describe, _check, _repeat)
+Shareable.mixin = staticmethod(_mixin)
