@@ -11,6 +11,8 @@ from torchrope import encodings, integrations, models, positions, rotations, sca
 from torchrope import ops as ops
 from torchrope._version import __version__
 from torchrope.attention import Attention
+from torchrope.checkpoints.published import load_published
+from torchrope.checkpoints.saving import load, save
 from torchrope.encodings import (
     STRING,
     AxialRoPE,
@@ -27,8 +29,6 @@ from torchrope.encodings import (
     register_encoding,
 )
 from torchrope.inference import absorb, freeze, rerotate
-from torchrope.integrations.checkpoints.published import load_published
-from torchrope.integrations.checkpoints.saving import load, save
 from torchrope.integrations.extend import extend
 from torchrope.integrations.family import parameter_groups
 from torchrope.integrations.inflate import inflate

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModel, Dinov2Config, Dinov2Model
 
 import torchrope as tr
-from torchrope.integrations.checkpoints.convert import load_backbone, read_model, to_torchrope
+from torchrope.checkpoints.convert import load_backbone, read_model, to_torchrope
 from torchrope.models import Features
 
 SIZES = [(64, 64), (96, 128), (80, 50)]  # of training, and beyond

@@ -19,13 +19,12 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
-from swapped import made
+from swapped import made, stored
 from torch import Tensor, nn
 
 import torchrope as tr
-from torchrope.integrations.checkpoints.settings import budget
+from torchrope.checkpoints.settings import budget
 
 Header = dict[str, Any]
 Place = tuple[str | int, ...]
@@ -36,6 +35,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "torchrope": lambda: tr.ViT((16, 16), patch_size=4, dim=32, depth=2, num_heads=2, encoding="learned+liere:4"),
     "own-swin": lambda: tr.Swin(
         (32, 32), dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4, encoding="bias+mixed"
+    ),
+    "features": lambda: tr.Features(
+        tr.ViT((16, 16), patch_size=4, dim=32, depth=2, num_heads=2, pool="mean"), pyramid=True, out_channels=8
     ),
 }
 INTO: dict[str, Callable[[], nn.Module]] = {"timm": partial(made, "vit"), "eva": partial(made, "rope_axial")}
@@ -80,9 +82,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     found = {}
     for name, build in MODELS.items():
         tr.save(build(), folder / name)
-        with safe_open(folder / name, framework="pt") as opened:
-            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-            found[name] = Case(json.loads(opened.metadata()["torchrope"]), tensors, INTO.get(name))
+        found[name] = Case(*stored(folder / name), INTO.get(name))
     return found
 
 
@@ -120,9 +120,8 @@ def _refused(path: Path, message: str = ".", into: Callable[[], nn.Module] | Non
     return told
 
 
-# ----------------------------------------------------------------------------------------------- nothing is fetched
-
 ARGUMENTS = ("recipe", "arguments")
+FEATURES = ("recipe", "features")
 
 
 class Watched:
@@ -215,8 +214,6 @@ def test_load_refuses_arguments_that_reach_out(cases: dict[str, Case], tmp_path:
         _refused(case.write(tmp_path / "case", header), told)
 
 
-# --------------------------------------------------------------------------------------------- sizes and their limits
-
 SWAP = ("swap", "")
 ENCODING = (*SWAP, "encodings", 0, "arguments")
 OF_VIT = ("recipe", "encodings", 0, "arguments")
@@ -271,9 +268,6 @@ def test_load_limit_applies_per_thread() -> None:
             nn.Linear(20_000, 20_000, device="meta")
     assert len(built) == 1
     assert nn.Linear(20_000, 20_000, device="meta").weight.numel() == 4 * 10**8
-
-
-# --------------------------------------------------------------------------------------------------- malformed headers
 
 
 def _without(*place: str | int) -> Callable[[Header], None]:
@@ -370,6 +364,10 @@ MALFORMED: list[tuple[str, Callable[[Header], None], str]] = [
     ("torchrope", _with(3, *ARGUMENTS, "num_heads"), "dim must be divisible by num_heads = 3"),
     ("torchrope", _with({}, "swap"), "swap of its settings must be null, got {}"),
     ("own-swin", _with([[2], 2], *ARGUMENTS, "depths"), "depths .* must be a list"),
+    ("features", _with([10**9], *FEATURES, "indices"), "indices of the arguments of Features must be"),
+    ("features", _with(10**9, *FEATURES, "out_channels"), "out_channels of the arguments of Features must be"),
+    ("features", _with("other", *FEATURES, "model"), "the arguments of Features must be among those that a file may"),
+    ("features", _with([], *FEATURES), "features of its recipe must be settings by name"),
 ]
 
 
@@ -381,8 +379,6 @@ def test_load_refuses_malformed_settings(
     change(header)
     _refused(cases[library].write(tmp_path / "case", header), message, cases[library].into)
 
-
-# ---------------------------------------------------------------------------------------------------- wrong tensors
 
 TENSORS: list[tuple[dict[str, Any], str]] = [
     ({"norm.bias": None}, r"got no norm\.bias$"),
@@ -417,9 +413,6 @@ def test_load_takes_floats_of_any_precision(dtype: torch.dtype, cases: dict[str,
     assert (others, of_encodings) == ({dtype}, {torch.promote_types(dtype, torch.float32)})
 
 
-# ----------------------------------------------------------------------------------------------------- other files
-
-
 def test_load_refuses_files_of_other_formats(cases: dict[str, Case], tmp_path: Path) -> None:
     whole = cases["torchrope"].write(tmp_path / "whole").read_bytes()
     huge = json.dumps({"a": {"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 4]}}).encode()
@@ -444,9 +437,6 @@ def test_load_refuses_files_of_other_formats(cases: dict[str, Case], tmp_path: P
     _refused(tmp_path / "missing", "got .*missing")
     os.mkfifo(tmp_path / "pipe")
     _refused(tmp_path / "pipe", "got .*pipe: it must be a file")
-
-
-# ------------------------------------------------------------------------------------------------------ what is kept
 
 
 def test_save_refuses_what_load_would(tmp_path: Path) -> None:
@@ -476,9 +466,7 @@ class Weighted(tr.MixedRoPE):
 def test_load_holds_encodings_of_ones_own_against_their_layers(tmp_path: Path) -> None:
     build: Any = partial(Weighted, weights={"a": [1, {"b": None}]})
     tr.save(tr.swap(made("vit"), build), tmp_path / "whole")
-    with safe_open(tmp_path / "whole", framework="pt") as opened:
-        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-        case = Case(json.loads(opened.metadata()["torchrope"]), tensors)
+    case = Case(*stored(tmp_path / "whole"))
     again: Any = tr.load(tmp_path / "whole", into=made("vit"), classes=[Weighted])
     assert again.rotary.encodings[1].weights == {"a": (1, {"b": None})}
     for name, value in (("head_dim", 10**9), ("num_axes", 10**9), ("num_heads", 7), ("more", 1)):
@@ -487,8 +475,6 @@ def test_load_holds_encodings_of_ones_own_against_their_layers(tmp_path: Path) -
             tr.load(tmp_path / "case", into=made("vit"), classes=[Weighted])
         assert len(str(caught.value).splitlines()) == 1
 
-
-# -------------------------------------------------------------------------------------------------- changed at random
 
 VALUES: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 3, 64, 65_536, 2**24, 10**9, -(10**9), 2**62, 0.5, -2.0, 1e308, "", "x", "../x"),

@@ -9,12 +9,10 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from swapped import awake, images, made
 
 import torchrope as tr
-from torchrope.integrations.checkpoints.convert import load_backbone
+from torchrope.checkpoints.convert import load_backbone
 from torchrope.integrations.hub import Hub
 
 SMALL: dict[str, Any] = dict(patch_size=4, num_outputs=5, dim=32, depth=2, num_heads=2)
@@ -136,28 +134,6 @@ def test_configuration_that_was_tampered_with_has_no_say(config: dict, tmp_path:
             tr.ViT.from_pretrained(tmp_path)
     else:
         assert torch.equal(tr.ViT.from_pretrained(tmp_path)(x), model(x))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"indices": [10**9]}, "indices of the arguments of Features must be"),
-        ({"out_channels": 10**9}, "out_channels of the arguments of Features must be"),
-        ({"model": "other"}, "the arguments of Features must be among those that a file may set"),
-        ([], "features of its recipe must be settings by name"),
-    ],
-)
-def test_settings_of_features_that_were_tampered_with(settings: Any, message: str, tmp_path: Path) -> None:
-    features().save_pretrained(tmp_path)
-    file = tmp_path / "torchrope.safetensors"
-    with safe_open(file, framework="pt") as opened:
-        head = json.loads(opened.metadata()["torchrope"])
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    head["recipe"]["features"] = settings
-    save_file(tensors, file, metadata={"torchrope": json.dumps(head)})
-    with pytest.raises(ValueError, match=message) as caught:
-        tr.load(file)
-    assert "\n" not in str(caught.value)
 
 
 def test_missing_huggingface_hub_raises_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from published import randomised, refused, saved
 from torch import Tensor, nn
 
 import torchrope as tr
-from torchrope.integrations.checkpoints.published import rope_vit, timm_vit
-from torchrope.integrations.checkpoints.published.key_map import Checkpoint
+from torchrope.checkpoints.published import rope_vit, timm_vit
+from torchrope.checkpoints.published.key_map import Checkpoint
 
 small = dict(img_size=64, embed_dim=48, depth=2, num_heads=2, num_classes=5)
 # Eva takes other sizes only if told at construction, and then its state is the same.

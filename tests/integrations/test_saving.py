@@ -1,14 +1,12 @@
 """A model in one file: what comes back, by itself or into a plain model, and what is refused."""
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from swapped import MODELS, ROTATING, awake, images, made, tower
+from swapped import MODELS, ROTATING, awake, images, made, stored, tower
 from torch import nn
 from transformers import ViTConfig
 
@@ -167,8 +165,7 @@ def test_encodings_of_users_are_passed_explicitly(tmp_path: Path) -> None:
 
 def test_file_is_plain_data(tmp_path: Path) -> None:
     tr.save(tr.swap(made("vit"), "liere:4"), tmp_path / "m")
-    with safe_open(tmp_path / "m", framework="pt") as opened:
-        head = json.loads(opened.metadata()["torchrope"])
+    head, _ = stored(tmp_path / "m")
     assert (head["model"], head["recipe"]) == ("timm.models.vision_transformer.VisionTransformer", None)
     assert head["swap"][""]["encodings"][0]["class"] == "LieRE"
 

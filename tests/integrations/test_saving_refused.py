@@ -9,8 +9,8 @@ from typing import Any, Literal
 import pytest
 import timm
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
+from swapped import rewrite, stored
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -105,7 +105,7 @@ def described(kind: Any = "Block", **settings: Any) -> dict[str, Any]:
 def test_frozen_parts_of_hostile_files_are_refused(frozen: Any, message: str, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     tr.save(tr.freeze(own(encoding="liere:4"), (4, 8, 8)), file)
-    _rewritten(file, lambda header: header.update(frozen=frozen))
+    rewrite(file, lambda header: header.update(frozen=frozen))
     for into in (None, own(encoding="liere:4")):
         with pytest.raises(ValueError, match=message) as caught:
             tr.load(file, into=into)
@@ -116,12 +116,10 @@ def test_frozen_parts_of_hostile_files_are_refused(frozen: Any, message: str, tm
 def test_frozen_tensors_of_hostile_files_are_refused(name: str, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     tr.save(tr.freeze(own(encoding="liere:4"), (4, 8, 8)), file)
-    with safe_open(file, "pt") as opened:
-        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-        header = opened.metadata()
+    header, tensors = stored(file)
     token = slice(1, None) if name == "frozen_at" else (slice(None), slice(1, None))
     tensors[f"encodings.0.{name}"] = tensors[f"encodings.0.{name}"][token].contiguous()
-    save_file(tensors, file, metadata=header)
+    save_file(tensors, file, metadata={"torchrope": json.dumps(header)})
     with pytest.raises(ValueError, match=r"'encodings\.0' cannot be frozen: it must have as many tokens as positions"):
         tr.load(file)
 
@@ -146,7 +144,7 @@ def test_positions_of_hostile_files_are_refused(
 ) -> None:
     file = tmp_path / "model.safetensors"
     tr.save(own(positions=tr.Lattice(unit=8.0, patch_size=(1, 2, 2))), file)
-    _rewritten(file, change)
+    rewrite(file, change)
     with pytest.raises(ValueError, match=message):
         tr.load(file)(torch.randn(1, 1, 4, 8, 8), spacing=torch.ones(1, 3))
 
@@ -218,7 +216,7 @@ def test_arguments_of_an_encoding_of_ones_own_come_back(registered: bool, tmp_pa
 def test_arguments_against_annotations_are_refused(name: str, value: Any, message: str, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     tr.save(tr.swap(vit(), partial(Annotated, **ANNOTATED)), file)
-    _rewritten(file, lambda header: header["swap"][""]["encodings"][0]["arguments"].update({name: value}))
+    rewrite(file, lambda header: header["swap"][""]["encodings"][0]["arguments"].update({name: value}))
     with pytest.raises(ValueError, match=message) as caught:
         tr.load(file, into=vit(), classes=[Annotated])
     assert "\n" not in str(caught.value)
@@ -235,11 +233,3 @@ def test_swap_tells_that_an_encoding_cannot_be_saved() -> None:
     shared.init_scale = "large"  # type: ignore[assignment]
     with pytest.warns(UserWarning, match=r"torchrope\.save will reject this VisionTransformer: init_scale of"):
         tr.swap(vit(), shared)
-
-
-def _rewritten(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    with safe_open(file, "pt") as opened:
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        header = json.loads(opened.metadata()["torchrope"])
-    change(header)
-    save_file(tensors, file, metadata={"torchrope": json.dumps(header)})

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import torchrope as tr
-from torchrope.integrations.checkpoints.published import rope_swin
+from torchrope.checkpoints.published import rope_swin
 from torchrope.models import Features, pad
 from torchrope.models.features import FeatureInfo
 

@@ -10,7 +10,7 @@ import torch
 from timm.models.swin_transformer import SwinTransformer
 
 import torchrope as tr
-from torchrope.integrations.checkpoints.published import convert, rope_swin
+from torchrope.checkpoints.published import convert, rope_swin
 from torchrope.models import SWIN_SIZES
 from torchrope.models.layers import encoding_parameters
 from torchrope.models.swin import Windows

@@ -1,4 +1,4 @@
-"""Sizes that only shrink: lines of code by folder, words of documentation, names at the top.
+"""Sizes that only shrink: lines of code by folders, words of documentation, names at the top.
 
 A limit is lowered in the commit that removes, never raised. Where code moves to `examples` or `benchmarks`, the limit
 is the size that they may reach.
@@ -16,7 +16,7 @@ CODE = {".py", ".c", ".h", ".js", ".css", ".html", ".yaml", ".svg"}
 LINES = {
     "src/torchrope": 21983,
     "src/torchrope/ops": 6711,
-    "src/torchrope/integrations": 6110,
+    "src/torchrope/integrations src/torchrope/checkpoints": 6108,
     "lab/src": 27506,
     "tests": 23828,
     "lab/tests": 22946,
@@ -27,9 +27,9 @@ WORDS = 28496
 NAMES = 47
 
 
-def lines_of(folder: str) -> int:
+def lines_of(folders: str) -> int:
     """Count lines as `wc -l` does, docstrings and blank lines included."""
-    files = [file for file in (ROOT / folder).rglob("*") if file.suffix in CODE]
+    files = [file for folder in folders.split() for file in (ROOT / folder).rglob("*") if file.suffix in CODE]
     return sum(file.read_bytes().count(b"\n") for file in files)
 
 
@@ -40,10 +40,10 @@ def words_of_documentation() -> int:
     return sum(len(page.read_text(encoding="utf-8").split()) for page in pages)
 
 
-@pytest.mark.parametrize("folder", LINES)
-def test_lines_of_code(folder: str) -> None:
-    lines = lines_of(folder)
-    assert lines <= LINES[folder], f"{folder} has {lines} lines, its limit is {LINES[folder]}"
+@pytest.mark.parametrize("folders", LINES)
+def test_lines_of_code(folders: str) -> None:
+    lines = lines_of(folders)
+    assert lines <= LINES[folders], f"{folders}: {lines} lines, the limit is {LINES[folders]}"
 
 
 def test_words_of_documentation() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import torchrope as tr
-from torchrope.integrations.checkpoints.convert import load_backbone
+from torchrope.checkpoints.convert import load_backbone
 
 State = dict[str, Tensor]
 Shapes = dict[str, tuple[int, ...]]

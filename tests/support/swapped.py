@@ -1,11 +1,15 @@
-"""Small timm models whose encodings tests replace."""
+"""Small timm models whose encodings tests replace, and the contents of their files."""
 
+import json
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import timm
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from timm.models.vision_transformer import ParallelScalingBlock
 from torch import Tensor
 
@@ -104,3 +108,17 @@ def awake(model: Any) -> Any:
 def drawn(model: Any, x: Tensor) -> Tensor:
     torch.manual_seed(3)
     return model(x)
+
+
+def stored(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The settings and the tensors in a file of `tr.save`."""
+    with safe_open(file, framework="pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, not a dict
+        return json.loads(opened.metadata()["torchrope"]), tensors
+
+
+def rewrite(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the settings in a file."""
+    header, tensors = stored(file)
+    change(header)
+    save_file(tensors, file, metadata={"torchrope": json.dumps(header)})

@@ -20,8 +20,8 @@ from torchvision import transforms
 from torchvision.transforms import v2
 from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
 
+from torchrope.checkpoints.convert import load_backbone
 from torchrope.encodings import AbsoluteEncoding, LearnedAPE
-from torchrope.integrations.checkpoints.convert import load_backbone
 from torchrope.models import ViT
 from torchrope.models.layers import DropPath
 from torchrope_lab import cli, recipes

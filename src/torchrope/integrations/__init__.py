@@ -1,7 +1,8 @@
 """Use encodings in models of other libraries, load published checkpoints, save and load models."""
 
-from torchrope.integrations.checkpoints.published.files import read_state as read_state
-from torchrope.integrations.checkpoints.saving import FILE as FILE
+from torchrope.checkpoints.published.files import read_state as read_state
+from torchrope.checkpoints.saving import FILE as FILE
+from torchrope.integrations import entries as entries
 from torchrope.integrations.family import AttentionShape as AttentionShape
 from torchrope.integrations.family import BuiltInRotation as BuiltInRotation
 from torchrope.integrations.family import ModelFamily as ModelFamily

@@ -10,9 +10,9 @@ from huggingface_hub.constants import CONFIG_NAME
 from torch import nn
 
 from torchrope._version import __version__
+from torchrope.checkpoints.saving import FILE, load, save
 from torchrope.encodings import Encoding
 from torchrope.files import write_whole
-from torchrope.integrations.checkpoints.saving import FILE, load, save
 
 _CARD = """---
 library_name: torchrope

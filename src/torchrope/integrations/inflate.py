@@ -12,25 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from torchrope import encodings as families
+from torchrope.checkpoints.convert import to_torchrope
+from torchrope.checkpoints.saving import describe
+from torchrope.checkpoints.settings import errors_in_one_line
 from torchrope.encodings import Encoding, NoEncoding
 from torchrope.encodings.names import takes
 from torchrope.inference import require_unfrozen
-from torchrope.integrations.checkpoints.convert import to_torchrope
-from torchrope.integrations.checkpoints.recipes import describe
-from torchrope.integrations.checkpoints.settings import errors_in_one_line
 from torchrope.lattice import Lattice, spaced
 from torchrope.models import ViT
 from torchrope.models.layers import PatchEmbed, builders, resolve
 from torchrope.positions import grid, per_axis
 
-# The parameter of each family that has an axis dimension, if any; zeros in it are zero generators.
-_OF_AXES: dict[type[Encoding], str] = {
-    NoEncoding: "",
-    families.MixedRoPE: "frequencies",
-    families.STRING: "frequencies",
-    families.LieRE: "upper",
-    families.ComRoPELD: "factors",
-}
+_ANY_AXES = (NoEncoding, families.MixedRoPE, families.STRING, families.LieRE, families.ComRoPELD)
 _TOWERS = ("ViTModel", "Dinov2Model", "Dinov2WithRegistersModel")  # of transformers, whose layers are a ViT's
 
 
@@ -175,29 +168,22 @@ def _extend_patches(embed: PatchEmbed, depths: tuple[int, ...], *, centred: bool
 
 
 def _with_axes(encoding: Encoding, new: int, build: str | Callable[..., Encoding] | None) -> Encoding:
-    """Return an encoding, this one if it can be changed, with new leading axes, whose generators are zero."""
-    name = _OF_AXES.get(type(encoding))
-    if build is None and name is not None:
-        encoding.num_axes += new
-        if name:
-            before = getattr(encoding, name)
-            zeros = before.new_zeros(new, *before.shape[1:])
-            setattr(encoding, name, nn.Parameter(torch.cat([zeros, before.detach()]), before.requires_grad))
-        return encoding
+    """Return an encoding with new leading axes, whose generators are zero."""
     choice = resolve(_family(encoding) if build is None else build, None, None)
     if choice.absolute is not None or choice.bias is not None:
         raise ValueError(f"encoding must be a rotary encoding without table or bias, got {build!r}")
     generators = encoding.generators().detach()
-    made = choice.rotary(num_axes=encoding.num_axes + new, **encoding.head_sizes).to(generators.device)
+    made = choice.rotary(num_axes=encoding.num_axes + new, **encoding.head_sizes).to(generators)
     made.set_generators(torch.cat([generators.new_zeros(new, *generators.shape[1:]), generators]))
-    return made.train(encoding.training)
+    learns = build is not None or all(parameter.requires_grad for parameter in encoding.parameters())
+    return made.train(encoding.training).requires_grad_(learns)
 
 
 def _family(encoding: Encoding) -> Callable[..., Encoding]:
     """Return a function that builds an encoding of any number of axes that represents the rotation of this one."""
     sizes = ("num_axes", "num_heads", "head_dim")
     given = {name: value for name, value in describe(encoding)["arguments"].items() if name not in sizes}
-    if encoding.block_size != 2 and not isinstance(encoding, families.ComRoPEAP):
+    if type(encoding) in _ANY_AXES or (encoding.block_size != 2 and not isinstance(encoding, families.ComRoPEAP)):
         return partial(type(encoding), **given)
     family: Any = families.MixedRoPE if encoding.block_size == 2 else families.ComRoPELD
     kept = [name for name in ("block_size", "rotary_dim", "shared_heads") if name in given and takes(family, name)]

@@ -8,10 +8,10 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
+from torchrope.checkpoints.saving import describe, to_json
+from torchrope.checkpoints.settings import Limits, check, settable
 from torchrope.encodings import Encoding, NoEncoding, parse_encoding
 from torchrope.encodings.names import built_class
-from torchrope.integrations.checkpoints.recipes import describe, to_json
-from torchrope.integrations.checkpoints.settings import Limits, check, settable
 from torchrope.integrations.families import refuse
 from torchrope.integrations.families.shared import kind_of
 from torchrope.integrations.family import Adapter, AttentionShape, adapters
@@ -134,11 +134,11 @@ def unswap(model: Model) -> Model:
     rotary = adapter.rotary
     if rotary is None:
         raise ValueError(f"unswap needs a swapped model, got {kind_of(model)}")
-    _remove(adapter, rotary)
+    remove(adapter, rotary)
     return model
 
 
-def _remove(adapter: Adapter, rotary: Rotary) -> None:
+def remove(adapter: Adapter, rotary: Rotary) -> None:
     """Detach encodings and copy the position tables back."""
     tables = [] if rotary.keep_position_tables else adapter.tables()
     originals = [getattr(rotary, f"table{index}") for index in range(len(tables))]
@@ -173,7 +173,7 @@ def install(
         adapter.attach(rotary)
         prove(adapter, rotary)
     except Exception:  # as before the swap, which can then be repeated
-        _remove(adapter, rotary)
+        remove(adapter, rotary)
         raise
     return rotary
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
+from torchrope.checkpoints.saving import FILE, save
 from torchrope.files import write_whole
-from torchrope.integrations.checkpoints.saving import FILE, save
 from torchrope.integrations.rotary import Replaced
 
 BASE_CONFIG = "base_config.json"

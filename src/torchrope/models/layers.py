@@ -4,8 +4,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +89,9 @@ def _place_anchors(model: nn.Module, _: Any) -> None:
 class Shareable:
     """Mixin with `save_pretrained`, `push_to_hub` and `from_pretrained`, which need huggingface_hub."""
 
+    mixin: ClassVar[Any]
+    """Function that returns the mixin of huggingface_hub; `torchrope.integrations`, above the models, sets it."""
+
     def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> str | None:
         """Save `torchrope.safetensors`, written by `torchrope.save`, and a model card in a folder.
 
@@ -101,7 +103,7 @@ class Shareable:
             ImportError: huggingface_hub or safetensors is not installed.
             ValueError: `torchrope.save` does not support the model.
         """
-        return _hub()(self).save_pretrained(save_directory, **options)
+        return self.mixin()(self).save_pretrained(save_directory, **options)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
         """Upload the files of `save_pretrained` to a repository of the Hugging Face Hub, and return its URL.
@@ -114,7 +116,7 @@ class Shareable:
             ImportError: huggingface_hub or safetensors is not installed.
             ValueError: `torchrope.save` does not support the model.
         """
-        return _hub()(self).push_to_hub(repo_id, **options)
+        return self.mixin()(self).push_to_hub(repo_id, **options)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any) -> "Self":
@@ -128,15 +130,7 @@ class Shareable:
             ImportError: huggingface_hub or safetensors is not installed.
             ValueError: `torchrope.load` cannot load the file, or the model is of another class.
         """
-        return _hub().from_pretrained(pretrained_model_name_or_path, kind=cls, **options)
-
-
-def _hub() -> Any:
-    """Import the Hub integration lazily: it imports this module, and needs optional packages."""
-    try:
-        return import_module("torchrope.integrations.hub").Hub
-    except ModuleNotFoundError as error:
-        raise ImportError(f"sharing models requires {error.name}: pip install huggingface_hub safetensors") from None
+        return cls.mixin().from_pretrained(pretrained_model_name_or_path, kind=cls, **options)
 
 
 class PatchEmbed(nn.Module):

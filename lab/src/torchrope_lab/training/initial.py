@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchrope.checkpoints import convert
+from torchrope.checkpoints.convert import HUBS, fitted_state, load_backbone, to_torchrope
 from torchrope.encodings import Encoding
 from torchrope.integrations import FILE
-from torchrope.integrations.checkpoints import convert
-from torchrope.integrations.checkpoints.convert import HUBS, fitted_state, load_backbone, to_torchrope
 from torchrope.lattice import spaced
 from torchrope.models import ACTIVATIONS, Swin, ViT
 from torchrope_lab.data.build import make_data

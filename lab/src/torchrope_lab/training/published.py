@@ -7,16 +7,8 @@ from typing import Any
 
 import torch
 
+from torchrope.checkpoints.published import comrope, convert, family_of, options_of, rope_swin, rope_vit, timm_vit
 from torchrope.integrations import read_state
-from torchrope.integrations.checkpoints.published import (
-    comrope,
-    convert,
-    family_of,
-    options_of,
-    rope_swin,
-    rope_vit,
-    timm_vit,
-)
 from torchrope.models import Swin, ViT
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import ColourConfig, DataConfig

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from torchrope.checkpoints.published.key_map import FLAT_PATCHES, MAX_LAYERS, Checkpoint, Extents, Row
 from torchrope.encodings import AxialRoPE, MixedRoPE, NoEncoding, RelativePositionBias
 from torchrope.encodings.base import planar
-from torchrope.integrations.checkpoints.published.key_map import FLAT_PATCHES, MAX_LAYERS, Checkpoint, Extents, Row
 from torchrope.models import Swin
 
 FAMILY = "Swin"

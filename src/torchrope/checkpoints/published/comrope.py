@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from torchrope.checkpoints.published.key_map import Checkpoint, Extents, rows_of_clip
 from torchrope.encodings import ComRoPEAP, ComRoPELD, Encoding, LearnedAPE
-from torchrope.integrations.checkpoints.published.key_map import Checkpoint, Extents, rows_of_clip
 from torchrope.lattice import Lattice
 from torchrope.models import ACTIVATIONS, ViT
 from torchrope.positions import grid, prefix

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchrope.integrations.checkpoints.published import comrope, liere, rope_swin, rope_vit, timm_vit
-from torchrope.integrations.checkpoints.published.files import read_state
+from torchrope.checkpoints.published import comrope, liere, rope_swin, rope_vit, timm_vit
+from torchrope.checkpoints.published.files import read_state
 
 # Modules with FAMILY, a name; MARKS, names of tensors, of which a checkpoint has one of each tuple; and `convert`.
 _FAMILIES = (rope_vit, timm_vit, rope_swin, liere, comrope)

@@ -5,12 +5,12 @@ import warnings
 
 from torch import Tensor
 
+from torchrope.checkpoints.published import timm_vit
+from torchrope.checkpoints.published.key_map import Checkpoint, Extents, State
 from torchrope.encodings import AxialRoPE, MixedRoPE, NoEncoding
 from torchrope.encodings.axial import along_axes
 from torchrope.encodings.base import planar
 from torchrope.encodings.fixed import geometric_sequence
-from torchrope.integrations.checkpoints.published import timm_vit
-from torchrope.integrations.checkpoints.published.key_map import Checkpoint, Extents, State
 from torchrope.models import ViT
 
 FAMILY = "rope-vit"

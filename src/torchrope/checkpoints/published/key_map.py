@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from torchrope.checkpoints.settings import FLOATS
 from torchrope.encodings import Encoding
-from torchrope.integrations.checkpoints.settings import FLOATS
 
 Model = TypeVar("Model", bound=nn.Module)
 State = Mapping[str, Tensor]

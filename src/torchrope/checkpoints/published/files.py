@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrope.integrations.checkpoints.settings import DTYPES, check_name, shown
+from torchrope.checkpoints.settings import DTYPES, check_name, shown
 
 _CONTAINERS = ("model", "state_dict", "model_state_dict", "module")
 _WRAPPERS = ("module.", "model.", "_orig_mod.")

@@ -3,16 +3,9 @@
 import re
 from typing import Any
 
+from torchrope.checkpoints.published import key_map
+from torchrope.checkpoints.published.key_map import FLAT_PATCHES, UNBATCHED, Checkpoint, Extents, Row, State
 from torchrope.encodings import LearnedAPE, NoEncoding
-from torchrope.integrations.checkpoints.published import key_map
-from torchrope.integrations.checkpoints.published.key_map import (
-    FLAT_PATCHES,
-    UNBATCHED,
-    Checkpoint,
-    Extents,
-    Row,
-    State,
-)
 from torchrope.models import ACTIVATIONS, ViT
 
 FAMILY = "timm's ViT"

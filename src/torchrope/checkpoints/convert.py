@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from torchrope.attention import Attention
+from torchrope.checkpoints import saving
+from torchrope.checkpoints.published import convert, family_of, load_published, options_of, timm_vit
+from torchrope.checkpoints.settings import shortened
 from torchrope.encodings import RelativePositionBias
-from torchrope.integrations.checkpoints.published import convert, family_of, load_published, options_of, timm_vit
-from torchrope.integrations.checkpoints.saving import load
-from torchrope.integrations.checkpoints.settings import shortened
-from torchrope.integrations.rotary import Rotary
 from torchrope.lattice import Lattice
 from torchrope.models import Features, Swin, ViT
 from torchrope.models.layers import PatchEmbed
@@ -49,7 +48,7 @@ def read_model(source: str | os.PathLike[str]) -> Any:
     if str(source).startswith(HUBS):
         return to_torchrope(load_named(str(source)))
     path = Path(os.path.expanduser(source))
-    return load(path) if path.is_dir() or _is_saved(path) else load_published(path)
+    return saving.load(path) if path.is_dir() or _is_saved(path) else load_published(path)
 
 
 def _is_saved(file: Path) -> bool:
@@ -87,7 +86,7 @@ def to_torchrope(source: nn.Module) -> ViT | Swin:
     """Convert a model of timm, or a ViT, DINOv2 or CLIP's vision tower of transformers, by its parameter names."""
     if isinstance(source, ViT | Swin):
         return source
-    rotary = next((part for part in source.modules() if isinstance(part, Rotary)), None)
+    swap = next(iter(saving.swaps.describe(source).values()), None)
     tensors = {name: value for name, value in source.state_dict().items() if not _UNUSED.search(name)}
     state = {_WRAPPER.sub("", name): value.detach().cpu() for name, value in tensors.items()}
     if "embeddings.cls_token" in state or timm_vit.CLIP_TABLE in state:  # names of transformers
@@ -105,27 +104,27 @@ def to_torchrope(source: nn.Module) -> ViT | Swin:
         for part in converted.modules():
             if isinstance(part, nn.LayerNorm):
                 part.eps = eps
-    if rotary is not None:
-        _take_encodings(converted, rotary)
+    if swap is not None:
+        _take_encodings(converted, swap)
     return converted
 
 
-def _take_encodings(model: ViT | Swin, rotary: Rotary) -> None:
+def _take_encodings(model: ViT | Swin, swap: dict[str, Any]) -> None:
     """Copy the encodings of a swapped model into its conversion to a ViT."""
-    first, *others = rotary.lattices
-    if rotary.keep_rotation:
+    first, *others = swap["lattices"]
+    if swap["keep_rotation"]:
         raise ValueError("a swapped model must have a single rotation, got one swapped with keep_rotation=True")
     if isinstance(model, Swin) or any(other != first for other in others):
         raise ValueError("a swapped model must have equal token positions in all layers, got one whose lattices differ")
-    model.encodings = nn.ModuleList(copy.deepcopy(one) for one in rotary.encodings).eval()
+    model.encodings = nn.ModuleList(copy.deepcopy(one) for one in swap["encodings"]).eval()
     if first.per == "one":
         model.position_map = Lattice(**first.spaced(*model.embed.lattice(model.arguments["input_size"])))
     else:  # its spacing depends on the size of the input
         model.position_map = replace(first, shift=0.0, stretch=1.0, rescale=1.0)
-    model.arguments["share_layers"] = len(rotary.encodings) == 1
+    model.arguments["share_layers"] = len(swap["encodings"]) == 1
     layer: Any
     for index, layer in enumerate(model.layers):
-        order = rotary.channels[index % len(rotary.channels)]
+        order = swap["channels"][index % len(swap["channels"])]
         if order is not None:  # in which channels of a pair are adjacent
             for parameter in layer.attention.qkv.parameters():
                 qk = parameter.detach().unflatten(0, (3, layer.attention.num_heads, -1))[:2]

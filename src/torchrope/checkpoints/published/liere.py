@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from torchrope.checkpoints.published.key_map import UNBATCHED, Checkpoint, Extents, Row
 from torchrope.encodings import LearnedAPE, LieRE, NoEncoding, baselines
-from torchrope.integrations.checkpoints.published.key_map import UNBATCHED, Checkpoint, Extents, Row
 from torchrope.lattice import Lattice
 from torchrope.models import ViT
 from torchrope.positions import PerAxis
