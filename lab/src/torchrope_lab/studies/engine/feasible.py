@@ -8,7 +8,7 @@ from torchrope_lab.studies.engine.study import Lab
 
 
 def feasible(lab: Lab, runs: Iterable[Run], where: str = "") -> list[Run]:
-    """Return the runs whose model can be built; `lab.left_out` gets the reasons for others, which begin with `where`."""
+    """Return the runs whose model can be built; `lab.left_out` gets a reason, beginning with `where`, for others."""
     feasible_runs = []
     for run in runs:
         resolve_encoding(run.encoding)
