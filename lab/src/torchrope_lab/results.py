@@ -62,6 +62,7 @@ class Axis:
 @dataclass(frozen=True)
 class Figure:
     """The numbers of a figure, one row per mark; the report chooses its style."""
+
     # "lines" joins the points of a series; "points" does not; "bars" stand on zero; "cells" colours a cell at (x, y).
 
     name: str  # of its file, unique within a study: "accuracy-by-size"

@@ -26,6 +26,7 @@ from torchrope_lab.mistakes import Mistake
 
 class SemanticModel(DenseModel):
     """Base class of UperNet and Mask2Former."""
+
     # Four maps of one stride, as of layers of a plain ViT, go through `Rescale`. Classes are in the order of label
     # maps.
 

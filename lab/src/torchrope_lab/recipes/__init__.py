@@ -21,6 +21,7 @@ FILES = ("data_sets", "liere", "comrope", "rope-vit", "dense")
 @dataclass(frozen=True)
 class Recipe:
     """Settings with their sources."""
+
     # `published` names a column, or a row whose columns are encodings, of a table in studies/published.yaml.
     # "TITLE | NAME | ENCODING" names the encoding to show first, by default the recipe's.
 

@@ -10,6 +10,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 class AveragedWeights(WeightAveraging):
     """Keep an exponential moving average of the weights:  a ← d a + (1 - d) w,  a = w after the first step."""
+
     # Polyak and Juditsky, Acceleration of stochastic approximation by averaging; with decay, as in DeiT's code.
     # A step without gradients, which `LossGuard` skips, does not change the average. Validation uses the average,
     # checkpoints hold both, and a finished run ends with the average as its weights. Lightning's EMAWeightAveraging

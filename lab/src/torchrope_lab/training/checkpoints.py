@@ -43,6 +43,7 @@ class WholeCheckpoints(TorchCheckpointIO):
 
 class SaveCheckpoints(Checkpoint):
     """Save a checkpoint after every epoch and, if `every` is set, every so many optimiser steps within an epoch."""
+
     # Unlike `ModelCheckpoint`, it stores no path in the checkpoint, so a folder may be moved and a file names none.
 
     def __init__(self, folder: Path, every: int | None) -> None:

@@ -26,6 +26,7 @@ calibration and memory measurement."""
 @dataclass(frozen=True)
 class Cost:
     """Costs of one model."""
+
     # Matrix products, attention and matrix exponentials count in `flops`. A batch shares its rotations.
 
     parameters: int

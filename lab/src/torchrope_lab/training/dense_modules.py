@@ -41,6 +41,7 @@ class DenseTraining(Module):
 
 class Segmenter(DenseTraining):
     """Train a model for semantic segmentation; validation predicts full images."""
+
     # Logits are resized to the label maps. It logs the mean cross-entropy of labelled pixels, and the mean intersection
     # over union of the classes that occur.
 
@@ -67,6 +68,7 @@ class Segmenter(DenseTraining):
 
 class Detector(DenseTraining):
     """Train a model for object detection; validation logs the loss and COCO's average precision of boxes, `val_ap`."""
+
     # The loss is in evaluation mode, the precision over the images of all processes. Crowds are treated as by COCO.
 
     curve = ("val_loss", "val_ap")

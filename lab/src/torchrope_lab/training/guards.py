@@ -24,6 +24,7 @@ class Diverged(Mistake):
 
 class LossGuard(Callback):
     """Check loss and gradients of every optimiser step; if they diverge, raise `Diverged`, or skip the step."""
+
     # To raise, the check of a step is read while the next one is computed, so that no step waits for the device:
     # weights in memory may then be of one diverged step, but none is validated or saved, because both wait for the
     # check. To skip, every step waits for its check, and a diverged one changes neither weights nor averages, those of

@@ -23,6 +23,7 @@ _SUMS = ("mean_value", "weight")
 
 class SeedEpoch(Callback):
     """Seed every epoch only from seed, epoch and rank, so that a resumed run draws the same random numbers."""
+
     # A checkpoint within an epoch holds the states of the random generators of all processes.
 
     def __init__(self, seed: int) -> None:
@@ -139,6 +140,7 @@ def of_all_processes(value: Any) -> list[Any]:
 
 class Summed:
     """Numbers of a step, the first summed over all processes, on their way to the CPU; no step waits for them."""
+
     # All processes must call it. The strategy's `reduce` would wait for them at a barrier.
 
     def __init__(self, trainer: pl.Trainer, values: Tensor) -> None:

@@ -14,6 +14,7 @@ from torchrope_lab.training.signals import EXIT_INTERRUPTED, Interrupted, replac
 
 class SaveOnSignal(Checkpoint):
     """Save and exit on SIGTERM and SIGUSR1; on Slurm, requeue the job on SIGUSR1."""
+
     # All processes stop after the same optimiser step, so that a resumed run equals an uninterrupted one: the next one
     # that completes, or with several processes the one after it, because none waits to learn of the others' signals. A
     # signal in the last batch of an epoch takes effect when the next begins.

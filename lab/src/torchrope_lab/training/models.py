@@ -131,6 +131,7 @@ def build_transformer(encoding: str, config: ModelConfig, data: DataModule) -> T
 
 class AtReferenceSpacing(nn.Module):
     """A model with positions in mm, called without voxel spacings, to measure costs: patches are `unit_mm` apart."""
+
     # `spacing` is the distance between voxels along each axis, in mm.
 
     def __init__(self, model: ViT, spacing: Sequence[float]) -> None:

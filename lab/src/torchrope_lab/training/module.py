@@ -26,6 +26,7 @@ class MeanLoss(MeanMetric):
 
 class Module(pl.LightningModule):
     """Base class for training a model. Subclasses define the steps, and log the metrics of `curve` in validation."""
+
     # The last metric of `curve` measures the model's quality, in [0, 1]. `batch_loss` is the mean loss of the last
     # batch, which Lightning divides by the number of accumulated batches, `batch_examples` the number of its examples.
 

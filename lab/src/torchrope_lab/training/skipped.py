@@ -17,6 +17,7 @@ SKIPPED = "skipped.json"
 
 class KeepSkipped(Callback):
     """Save the list of unreadable files with every checkpoint, and load it at the start."""
+
     # Listed files count towards `max_skipped`. Files are read again whenever they are drawn, so the list does not
     # affect which examples are used.
 

@@ -46,6 +46,7 @@ def log_settings(loggers: Sequence[Logger], config: RunConfig, folder: Path) -> 
 
 class Speed(Callback):
     """Log loss, learning rate and throughput: examples and tokens per second, and model FLOP utilisation."""
+
     # `tokens` and `flops` (of a forward pass) are of one example, `peak_tflops` of one device in 10¹² operations per
     # second; None if unknown.
 
