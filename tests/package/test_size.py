@@ -17,7 +17,7 @@ LINES = {
     "src/torchrope": 21983,
     "src/torchrope/ops": 6711,
     "src/torchrope/integrations": 6110,
-    "lab/src": 27506,
+    "lab/src": 24919,
     "tests": 23828,
     "lab/tests": 22946,
     "benchmarks": 4500,

@@ -43,7 +43,7 @@ class Cifar(InMemory):
     binary_folder: str
     binary_archive: str
     binary_md5: str
-    label_bytes: int
+    label_bytes: int  # bytes before each image in the binary version; the last of them is the label
 
     config: Cifar10Config
 

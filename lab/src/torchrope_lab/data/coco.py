@@ -67,6 +67,7 @@ class Instances(NamedTuple):
 class Coco(DenseModule):
     """COCO, 118,287 training and 5,000 validation images with objects of 80 classes, or data in the same format."""
 
+    # Polygons and run lengths are not read.
     # Source: T.-Y. Lin et al., Microsoft COCO: Common Objects in Context, arXiv:1405.0312. A label is the index of the
     # category's id among the sorted ids. Invalid annotations and missing images are skipped and listed in `skipped`.
     # Training leaves out crowds and images without another object, as detectron2 and torchvision do; validation keeps

@@ -87,7 +87,7 @@ class Probe(nn.Module):
         return [parameter for part in parts if part is not None for parameter in part.parameters()]
 
     def forward(self, symbols: Tensor, sizes: Sequence[int], places: Tensor) -> Tensor:
-        """Compute the shares of symbols, `(batch, tokens, SYMBOLS)`; marked symbols are plus `SYMBOLS`."""
+        """Compute the shares of symbols, `(batch, tokens, SYMBOLS)`; a marked symbol is the symbol plus `SYMBOLS`."""
         # `places` are `(tokens, axes)`, in tokens of the training lattice.
         x = self.embed(symbols)
         if self.absolute is not None:

@@ -41,9 +41,7 @@ class Task:
     about: str  # definition of the measure, in a sentence
     shown: str  # explanation of its pictures, in a sentence
     truth: Callable[[Target], Prediction]  # maps a target to a prediction
-    in_image: Callable[
-        [Prediction, Tensor, Tensor, Target], Prediction
-    ]  # from an enlarged image to the target's pixels
+    in_image: Callable[[Prediction, Tensor, Tensor, Target], Prediction]  # from an enlarged image to the target
     record: Callable[[Prediction, Target], Record]  # computes what is stored of a prediction
     measure_of: Callable[[Sequence[Record]], Measure]  # maps records of all images to a function of weights
     overlay: Callable[[Prediction, Tensor, DataModule], Overlay]  # draws it over an image
