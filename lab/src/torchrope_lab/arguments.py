@@ -25,15 +25,10 @@ _COMMON = re.compile(
 
 @dataclass(frozen=True)
 class Given:
-    """A setting that the user gave.
+    """A setting that the user gave."""
 
-    Attributes:
-        name: Name as it was written: "--epochs", "optim.epochs in mine.yaml".
-        value: Value as it was written, text on the command line.
-    """
-
-    name: str
-    value: Any
+    name: str  # as it was written: "--epochs", "optim.epochs in mine.yaml"
+    value: Any  # as it was written, text on the command line
 
     @property
     def typed(self) -> bool:
@@ -88,11 +83,8 @@ class ShowHelp(argparse._HelpAction):
 
 
 def accept_short_forms(parser: Any) -> dict[str, Any]:
-    """Accept --data NAME, --epochs N, --folds K, and lists as a,b,c except for options of Lightning's Trainer.
-
-    Returns:
-        The types with their rules, by name; `schema.convert` checks rules, which jsonargparse does not know.
-    """
+    """Accept short forms, and lists as a,b,c except for Lightning's Trainer; return types with rules, by name."""
+    # `schema.convert` checks rules, which jsonargparse does not know.
     kinds: dict[str, Any] = {}
     for action in parser._actions:
         action.option_strings = [option for option in action.option_strings if not option.endswith("+")]  # in the help
@@ -137,15 +129,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def explain(
     message: str, parser: Any, given: Mapping[str, Given], kinds: Mapping[str, Any], allowed: Sequence[str]
 ) -> str:
-    """Rewrite an error of argparse or jsonargparse as rule and value, in one line.
-
-    Args:
-        message: The error.
-        parser: The parser.
-        given: Settings that the user gave, by full name.
-        kinds: Types of settings, as `accept_short_forms` returns them.
-        allowed: Packages from which classes may be imported.
-    """
+    """Rewrite an error of argparse or jsonargparse as rule and value, in one line."""
     if unknown := re.match(r"unrecognized arguments: (\S+)", message):
         return f"unrecognized arguments: {unknown[1]!r} (options begin with --); usage: {parser.usage}"
     if option := re.match(r"argument (-[\w.\-]+)\S*: (.*)", message):

@@ -124,13 +124,9 @@ _LIMITS = ("trainer.max_steps", "trainer.max_time", "trainer.limit_train_batches
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `torchrope`.
-
-    Returns:
-        The exit status: 0 for success, 2 for a user's mistake (printed in one line), 130 after Ctrl-C, 141 if the
-        output pipe was closed, as in `torchrope recipes | head`. A run that a signal stopped after it saved exits with
-        75 (SystemExit).
-    """
+    """Run `torchrope` and return the exit status."""
+    # 0 for success, 2 for a user's mistake (printed in one line), 130 after Ctrl-C, 141 if the output pipe was closed,
+    # as in `torchrope recipes | head`. A run that a signal stopped after it saved exits with 75 (SystemExit).
     try:
         try:
             return _run(list(sys.argv[1:] if argv is None else argv))

@@ -122,19 +122,13 @@ class Conclusion:
 
     @classmethod
     def from_dict(cls, values: Any) -> "Conclusion":
-        """Build a conclusion from the dictionary that `as_dict` returned.
-
-        Raises:
-            ValueError: an entry is missing, of the wrong type or out of range; in one line.
-        """
+        """Build a conclusion from the dictionary that `as_dict` returned."""
         return build(cls, values, "conclusion")
 
     def sentence(self) -> str:
-        """Describe the conclusion in at most two sentences and 60 words, if names are single words.
-
-        With one or two seeds the sentence is about the trained models, not about encodings; if accuracies still rise,
-        it begins with that and is about the first epochs.
-        """
+        """Describe the conclusion in at most two sentences and 60 words, if names are single words."""
+        # With one or two seeds the sentence is about the trained models, not about encodings; if accuracies still rise,
+        # it begins with that and is about the first epochs.
         said = _SENTENCES[self.kind](self, _gain(self))
         compared = self.kind != "nothing-learned" and can_show_learning(self.examples, len(self.intervals), self.chance)
         where = _where(self) if compared and len(self.intervals) > 1 else ""
@@ -284,13 +278,7 @@ _SENTENCES: dict[str, Callable[[Conclusion, str], str]] = {
 
 
 def rise(accuracies: Sequence[float]) -> float | None:
-    """Compute by how much accuracy rose at the end of training: the mean of the last fifth of epochs minus that of the
-    fifth before; None for fewer than three epochs.
-
-    Example:
-        >>> rise([0.2, 0.4, 0.6, 0.7, 0.9]).__round__(3)
-        0.2
-    """
+    """Compute the mean accuracy of the last fifth of epochs minus that of the fifth before; None below three epochs."""
     last = max(1, len(accuracies) // 5)
     if len(accuracies) < 2 * last + 1:
         return None
@@ -298,8 +286,6 @@ def rise(accuracies: Sequence[float]) -> float | None:
 
 
 def can_show_learning(examples: int, names: int, chance: float) -> bool:
-    """Return whether a model that is right on all examples is significantly above chance.
-
-    The lower bound of its accuracy is (5 % / names)^(1 / examples).
-    """
+    """Return whether a model that is right on all examples is significantly above chance."""
+    # The lower bound of its accuracy is (5 % / names)^(1 / examples).
     return bool((ERROR_RATE / names) ** (1 / examples) > chance)

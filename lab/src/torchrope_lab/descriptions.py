@@ -14,19 +14,12 @@ from torchrope_lab.encodings import resolve_encoding
 
 @dataclass(frozen=True)
 class Description:
-    """Description of an encoding.
+    """Description of an encoding."""
 
-    Attributes:
-        title: Name in the literature.
-        formula: Formula in one line of text.
-        summary: One sentence.
-        source: Paper and equation.
-    """
-
-    title: str
-    formula: str = ""
-    summary: str = ""
-    source: str = ""
+    title: str  # name in the literature
+    formula: str = ""  # in one line of text
+    summary: str = ""  # one sentence
+    source: str = ""  # paper and equation
 
 
 GENERAL = "R(p) = exp(Σₐ pₐ Aₐ)"
@@ -149,11 +142,7 @@ def _settings(build: Any) -> dict[str, Any]:
 
 
 def named_parts(name: str) -> list[str]:
-    """Split an encoding's name into its parts: absolute, bias, rotary; "none" only if it is the only part.
-
-    Raises:
-        ValueError: a part that `resolve_encoding` rejects.
-    """
+    """Split an encoding's name into its parts: absolute, bias, rotary; "none" only if it is the only part."""
     parts = [part.strip() for part in name.split("+")]
     choices = {part: resolve_encoding(part) for part in parts}
     ordered = sorted(parts, key=lambda part: (choices[part].absolute is None, choices[part].bias is None))

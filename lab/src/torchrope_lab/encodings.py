@@ -34,16 +34,8 @@ _KINDS: dict[type, tuple[str, ...]] = {
 
 @as_mistake()
 def resolve_encoding(name: str) -> Choice:
-    """Parse a name as `torchrope.parse_encoding` does, also classes of loaded modules as "mypackage.module:Class".
-
-    Args:
-        name: For example "mixed", "learned+mypackage.module:Class", or "mypackage.module:Class:8" for a class that
-            takes a block_size.
-
-    Raises:
-        ValueError: `torchrope.parse_encoding` rejects the name, its module is not loaded, or the module has no such
-            class or one that is not an encoding.
-    """
+    """Parse a name as `torchrope.parse_encoding` does, also classes of loaded modules as "mypackage.module:Class"."""
+    # For example "learned+mypackage.module:Class", or "mypackage.module:Class:8" for a class that takes a block_size.
     user_defined = user_defined_parts(name)
     if not user_defined:
         _check_colon(name)
@@ -53,27 +45,14 @@ def resolve_encoding(name: str) -> Choice:
 
 
 def user_defined_parts(name: str) -> list[tuple[str, str]]:
-    """Return module and class of each part of a name that is a user-defined class.
-
-    Example:
-        >>> user_defined_parts("learned+mypackage.rotations:Spiral:8"), user_defined_parts("learned+liere:8")
-        ([('mypackage.rotations', 'Spiral')], [])
-    """
+    """Return module and class of each part of a name that is a user-defined class."""
     parts = [part.strip() for part in name.split("+")]
     matches = [NAME.fullmatch(re.sub(r":(\d+|base=.*)$", "", part)) for part in parts]
     return [(match[1], match[2]) for match in matches if match and match[1] not in BUILT_IN]
 
 
 def load_modules(encodings: Iterable[str], allow: Sequence[str] | None = None) -> None:
-    """Import the modules of user-defined encodings, see `torchrope_lab.modules.load_module`.
-
-    Args:
-        encodings: Names as `resolve_encoding` takes them.
-        allow: Modules and packages that may be imported; None, for names that the user typed, allows all.
-
-    Raises:
-        ValueError: a module cannot be imported.
-    """
+    """Import the modules of user-defined encodings that `allow` names; None, for typed names, allows all."""
     for name in encodings:
         for module, kind in user_defined_parts(name):
             load_module(f"{module}:{kind}", allow)

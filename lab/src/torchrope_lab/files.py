@@ -18,11 +18,7 @@ LONGEST = 60
 
 
 def write_new(path: Path, content: str | bytes) -> bool:
-    """Write a file as `write_whole` unless it exists, and return whether: of several processes only one writes it.
-
-    Raises:
-        OSError: as `write_whole`.
-    """
+    """Write a file as `write_whole` unless it exists, and return whether: of several processes only one writes it."""
     from torchrope.files import write_whole  # imports torch, which help needs not
 
     try:
@@ -61,25 +57,12 @@ def holds_files(folder: Path, ignored: Sequence[str] = ()) -> bool:
 
 
 def as_file_name(text: str, longest: int = 0) -> str:
-    """Replace what is not safe in the name of a file by hyphens, such as slashes and colons.
-
-    Args:
-        text: The text.
-        longest: Number of characters at its end to keep; 0 for all.
-    """
+    """Replace what is not safe in a file's name by hyphens; keep the last `longest` characters, 0 for all."""
     return re.sub(r"[^\w.=+\-]+", "-", text)[-longest:].strip("-") or "-"
 
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
-    """Read a JSON or YAML file that holds a mapping.
-
-    Args:
-        path: The file; its name ends in .json, otherwise it is read as YAML.
-        what: Description of the file for error messages.
-
-    Raises:
-        ValueError: it is not readable, not JSON or YAML, or not a mapping.
-    """
+    """Read a JSON or YAML file that holds a mapping."""
     import yaml
 
     try:

@@ -21,16 +21,8 @@ NAME = re.compile(r"(?!(?:hf|webdataset):)([^:]+\.py|(?:[^\W\d]\w*\.)*[^\W\d]\w*
 
 
 def load_module(name: str, allow: Sequence[str] | None = None) -> None:
-    """Import the module of a user-defined object; the working directory is searched last.
-
-    Args:
-        name: "mypackage.module:Object" or "path/file.py:Object", otherwise nothing is imported.
-        allow: Modules, packages and files that may be imported; others are skipped. None, for names that the user
-            typed, allows all.
-
-    Raises:
-        ValueError: the module cannot be imported.
-    """
+    """Import the module of "mypackage.module:Object" or "path/file.py:Object", the working directory last."""
+    # Modules that `allow` does not name are skipped; None, for names that the user typed, allows all.
     match = NAME.fullmatch(name)
     module = match[1] if match else ""
     allowed = allow is None or any(
@@ -54,11 +46,7 @@ def load_module(name: str, allow: Sequence[str] | None = None) -> None:
 
 
 def loaded_module(name: str) -> ModuleType:
-    """Return the module of "mypackage.module:Object".
-
-    Raises:
-        ValueError: it is not loaded.
-    """
+    """Return the module of "mypackage.module:Object"."""
     module = name.partition(":")[0]
     if _key(module) not in sys.modules:
         raise Mistake(f"{name!r} is imported only if the command line names it: add --allow {module}")
@@ -66,16 +54,7 @@ def loaded_module(name: str) -> ModuleType:
 
 
 def find_object(name: str, what: str, suitable: Callable[[Any], bool]) -> Any:
-    """Return an object of a loaded module; its `__getattr__` is not called.
-
-    Args:
-        name: "mypackage.module:Object".
-        what: Noun for the object in the error, such as "class".
-        suitable: Selects the objects whose names may be suggested.
-
-    Raises:
-        ValueError: the module is not loaded or has no such object.
-    """
+    """Return an object of a loaded module; its `__getattr__` is not called."""
     module, _, attribute = name.partition(":")
     objects = vars(loaded_module(name))
     if attribute not in objects:

@@ -49,19 +49,12 @@ _SIZES = {f"model.{name}" for name in ("dim", "depth", "num_heads", "mlp_dim")}
 
 @dataclass(frozen=True)
 class Parsed(Generic[Config]):
-    """The options of a command.
-
-    Attributes:
-        config: The settings.
-        options: Values of all options; those that `add` of `parse` added are attributes.
-        given: Settings that the user gave, by full name, as "optim.epochs".
-        allow: Modules and packages that --allow names.
-    """
+    """The options of a command."""
 
     config: Config
-    options: Any
-    given: dict[str, Given]
-    allow: list[str]
+    options: Any  # values of all; those that `add` of `parse` added are attributes
+    given: dict[str, Given]  # by the user, by full name, as "optim.epochs"
+    allow: list[str]  # modules and packages that --allow names
 
     def name(self, setting: str) -> str:
         """Return a setting's name as the user wrote it."""
@@ -80,19 +73,9 @@ def parse(
     add: Callable[[Any], None] | None = None,
     usage: str = "[options]",
 ) -> Parsed[Config]:
-    """Parse the options of a command; defaults are those of the recipe, or of the data set.
-
-    Args:
-        command: Name of the command.
-        description: Shown by --help [SECTION], which then exits, as --print_config does.
-        config: The dataclass of its settings; `NoneType` for a command without settings.
-        arguments: The words after the command.
-        add: Adds more options to the parser.
-        usage: Shown by --help after the command's name.
-
-    Raises:
-        ValueError: the command does not have an option or does not accept a value, in one line.
-    """
+    """Parse the options of a command; defaults are those of the recipe, or of the data set."""
+    # `config` is the dataclass of its settings, `NoneType` for a command without; `add` adds more options to the
+    # parser.
     from jsonargparse import ArgumentError, set_parsing_settings
 
     typed = list(_pairs(arguments))
@@ -178,15 +161,7 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 
 
 def given_settings(arguments: Sequence[str], config: type) -> dict[str, Given]:
-    """Return the settings of the command line and its files by full name; the last one counts.
-
-    Args:
-        arguments: The words after the command.
-        config: The dataclass of its settings.
-
-    Raises:
-        ValueError: a file cannot be read, or a recipe is unknown.
-    """
+    """Return the settings of the command line and its files by full name; the last one counts."""
     kinds = get_type_hints(config) if is_dataclass(config) else {}
     groups = [name for name, kind in kinds.items() if is_dataclass(kind)]
     given: dict[str, Given] = {}

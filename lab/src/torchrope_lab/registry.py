@@ -205,13 +205,7 @@ def suitable(data: str) -> list[str]:
 
 
 def check_supported(studies: Sequence[Study], setting: str, option: str | None = None) -> None:
-    """Raise ValueError if none of some studies supports a setting.
-
-    Args:
-        studies: The studies.
-        setting: "reference", "checkpoint", "sizes" or "probes".
-        option: The setting as the user wrote it.
-    """
+    """Raise ValueError if none of some studies supports a setting, "reference", "checkpoint", "sizes" or "probes"."""
     if not any(setting in study.optional_settings for study in studies):
         supporting = [name for name, study in STUDIES.items() if setting in study.optional_settings]
         names = ", ".join(study.name for study in studies)

@@ -27,110 +27,66 @@ _LARGEST = 1e300  # larger values overflow in plots
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table.
+    """One column of a table."""
 
-    Attributes:
-        key: Key of its value in a row.
-        title: Title shown in the report.
-        unit: Unit of the values, such as "%", "ms" or "rad"; empty for words and counts.
-        digits: Decimals shown; None for words. Large counts get separators.
-        low, high: Keys of the 95 % interval's ends; None without an interval.
-    """
-
-    key: str
+    key: str  # of its value in a row
     title: str
-    unit: str = ""
-    digits: int | None = None
-    low: str | None = None
+    unit: str = ""  # such as "%", "ms" or "rad"; empty for words and counts
+    digits: int | None = None  # decimals; None for words; large counts get separators
+    low: str | None = None  # key of the lower end of the 95 % interval; None without one
     high: str | None = None
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of named values.
-
-    Attributes:
-        title: Title.
-        columns: Columns; the first one names the row.
-        rows: A value per column, None if missing.
-        source: Paper and table of published numbers; empty for measured ones.
-        note: Explanation for the reader.
-    """
+    """Rows of named values."""
 
     title: str
-    columns: Sequence[Column]
-    rows: Sequence[Row]
-    source: str = ""
-    note: str = ""
+    columns: Sequence[Column]  # the first one names the row
+    rows: Sequence[Row]  # a value per column, None if missing
+    source: str = ""  # paper and table of published numbers; empty for measured ones
+    note: str = ""  # explanation for the reader
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The x axis, the y axis or the colour scale of a figure.
+    """The x axis, the y axis or the colour scale of a figure."""
 
-    Attributes:
-        key: Key of its value in a row.
-        title: Title, without the unit.
-        unit: Unit of the values.
-        scale: "linear", "log", or "category" for names, in the order of the rows.
-        zero: Whether 0 is shown, so that lengths are in proportion.
-    """
-
-    key: str
-    title: str
+    key: str  # of its value in a row
+    title: str  # without the unit
     unit: str = ""
-    scale: Literal["linear", "log", "category"] = "linear"
-    zero: bool = False
+    scale: Literal["linear", "log", "category"] = "linear"  # "category" for names, in the order of the rows
+    zero: bool = False  # whether 0 is shown, so that lengths are in proportion
 
 
 @dataclass(frozen=True)
 class Figure:
-    """The numbers of a figure, one row per mark; the report chooses its style.
+    """The numbers of a figure, one row per mark; the report chooses its style."""
 
-    Attributes:
-        name: Name of its file, unique within a study: "accuracy-by-size".
-        kind: "lines" joins the points of a series; "points" does not; "bars" stand on zero; "cells" colours a cell at
-            (x, y) by `colour`.
-        title: Title.
-        alt: Alternative text: what is on the axes, and the result.
-        x, y: The axes.
-        rows: The numbers.
-        series: Key of the name that colour and marker show, most often an encoding's.
-        panel: Key of the name of each of several small figures.
-        low, high: Keys of the 95 % interval's ends of y.
-        colour: For "cells": the colour scale; diverging if values lie on both sides of zero.
-        caption: Explanation for the reader.
-    """
+    # "lines" joins the points of a series; "points" does not; "bars" stand on zero; "cells" colours a cell at (x, y).
 
-    name: str
+    name: str  # of its file, unique within a study: "accuracy-by-size"
     kind: Literal["lines", "points", "bars", "cells"]
     title: str
-    alt: str
+    alt: str  # alternative text: what is on the axes, and the result
     x: Axis
     y: Axis
     rows: Sequence[Row]
-    series: str | None = None
-    panel: str | None = None
-    low: str | None = None
+    series: str | None = None  # key of the name that colour and marker show, most often an encoding's
+    panel: str | None = None  # key of the name of each of several small figures
+    low: str | None = None  # key of the lower end of the 95 % interval of y
     high: str | None = None
-    colour: Axis | None = None
-    caption: str = ""
+    colour: Axis | None = None  # scale of "cells"; diverging if values lie on both sides of zero
+    caption: str = ""  # explanation for the reader
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One image with its overlays, as PNG files in base64.
+    """One image with its overlays, as PNG files in base64."""
 
-    Attributes:
-        title: Title: "64 × 64, as in training".
-        image: The image.
-        panels: Transparent overlay by name: "truth", or an encoding's; shown side by side, each on the image. Empty
-            for the image alone.
-    """
-
-    title: str
+    title: str  # "64 × 64, as in training"
     image: str
-    panels: Mapping[str, str]
+    panels: Mapping[str, str]  # transparent overlay by name: "truth", or an encoding's; empty for the image alone
 
     @property
     def size(self) -> tuple[int, int]:
@@ -141,23 +97,14 @@ class Picture:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Pictures with predicted and ground-truth boxes or maps.
+    """Pictures with predicted and ground-truth boxes or maps."""
 
-    Attributes:
-        name: For files, unique among the figures and pictures of a study.
-        title: Title.
-        alt: Alternative text.
-        rows: One per picture.
-        caption: Explanation for the reader.
-        legend: Colour of each class on the pictures, "#0072b2", by its name.
-    """
-
-    name: str
+    name: str  # for files, unique among the figures and pictures of a study
     title: str
     alt: str
     rows: Sequence[Picture]
     caption: str = ""
-    legend: Mapping[str, str] = field(default_factory=dict)
+    legend: Mapping[str, str] = field(default_factory=dict)  # colour of each class, "#0072b2", by its name
 
 
 @dataclass(frozen=True)
@@ -193,45 +140,27 @@ class Findings:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """Description of the data that was used.
+    """Description of the data that was used."""
 
-    Attributes:
-        name: Name, as in `--data`.
-        title: Title shown in the report.
-        description: Description in one sentence.
-        axes: Names of its axes.
-        input_size: Input size of an example.
-        num_classes, train, val: Counts of classes, of training examples and of validation examples.
-        classes: Names of classes.
-        chance: Accuracy of the best constant prediction.
-        skipped: Files that could not be read, each with the reason.
-    """
-
-    name: str
+    name: str  # as in `--data`
     title: str
-    description: str | None = None
+    description: str | None = None  # in one sentence
     axes: Sequence[str] = ()
     input_size: Sequence[int] = ()
     num_classes: int | None = None
     train: int | None = None
     val: int | None = None
     classes: Sequence[str] = ()
-    chance: float | None = None
-    skipped: Sequence[str] = ()
+    chance: float | None = None  # accuracy of the best constant prediction
+    skipped: Sequence[str] = ()  # files that could not be read, each with the reason
 
 
 @dataclass(frozen=True)
 class TrainedFacts:
-    """Provenance of training runs of one machine and state of the code.
-
-    Attributes:
-        runs: Number of runs.
-        date: Date, or the first and the last.
-        torchrope, commit, versions, machine: Values of `provenance`, of the processes that trained.
-    """
+    """Provenance of training runs of one machine and state of the code, values of `provenance`."""
 
     runs: PositiveInt
-    date: str | None = None
+    date: str | None = None  # or the first and the last
     torchrope: str | None = None
     commit: str | None = None
     versions: Row | None = None
@@ -240,26 +169,17 @@ class TrainedFacts:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Command of a run, and the provenance of its numbers.
-
-    Attributes:
-        command: Command that the user typed.
-        date: Date of completion, ISO 8601.
-        seconds: Sum over all training runs.
-        config: All settings.
-        torchrope, commit, versions, machine: Values of `provenance`, of the process that wrote the results.
-        trained: The same of the training runs, for each machine and state of the code.
-    """
+    """Command of a run, and values of `provenance` of the process that wrote the results."""
 
     command: str | None = None
-    date: str | None = None
-    seconds: float | None = None
+    date: str | None = None  # of completion, ISO 8601
+    seconds: float | None = None  # sum over all training runs
     config: Mapping[str, Any] | None = None
     torchrope: str | None = None
     commit: str | None = None
     versions: Row | None = None
     machine: Row | None = None
-    trained: Sequence[TrainedFacts] = ()
+    trained: Sequence[TrainedFacts] = ()  # for each machine and state of the code
 
 
 @dataclass(frozen=True)
@@ -309,11 +229,7 @@ class StudyResult:
 
     @staticmethod
     def read(path: Path | str) -> "StudyResult":
-        """Read what `write` wrote.
-
-        Raises:
-            ValueError: it is not JSON, has another schema, or lacks an entry; the message names the file and the entry.
-        """
+        """Read what `write` wrote."""
         stored = clean(read_mapping(Path(path), "a result"))
         try:
             require(stored.get("schema") == SCHEMA, f"schema must be {SCHEMA!r}", repr(stored.get("schema")))

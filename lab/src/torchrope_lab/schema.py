@@ -21,15 +21,10 @@ _SCALARS = {float, int, str, bool}
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule about a value of a type.
+    """A rule about a value of a type."""
 
-    Attributes:
-        text: What the value must be: "above 0".
-        holds: Whether a value of the type follows the rule.
-    """
-
-    text: str
-    holds: Callable[[Any], bool]
+    text: str  # what the value must be: "above 0"
+    holds: Callable[[Any], bool]  # whether a value of the type follows the rule
 
 
 def at_least(low: float, high: float = math.inf) -> Rule:
@@ -70,19 +65,9 @@ class Settings:
 
 
 def build(kind: type[Kind], value: Any, where: str, *, strict: bool = False) -> Kind:
-    """Build a dataclass, and nested ones, from a parsed JSON object.
-
-    Args:
-        kind: The dataclass. Fields with a default may be absent, or null. Its function `kind_of`, if it has one,
-            returns the subclass to build from the object.
-        value: The object.
-        where: Name of the object in error messages; "" for none.
-        strict: Whether unknown names are an error; otherwise they are ignored.
-
-    Raises:
-        ValueError: a name is missing or unknown, a value is of another type or does not follow a rule, or the dataclass
-            raises ValueError; the message is one line.
-    """
+    """Build a dataclass, and nested ones, from a parsed JSON object; `strict` refuses unknown names."""
+    # Fields with a default may be absent, or null. `kind_of` of the dataclass, if it has one, returns the subclass to
+    # build from the object.
     check_type(value, dict, where or "a file")
     kind_of: Callable[[Any], type[Kind]] | None = getattr(kind, "kind_of", None)
     kind = kind if kind_of is None else kind_of(value)
@@ -132,17 +117,9 @@ def short(value: Any) -> str:
 
 
 def convert(hint: Any, value: Any, where: str, *, strict: bool = False) -> Any:
-    """Convert a parsed value to a type, and check the rules of its annotation.
-
-    Args:
-        hint: The type: a scalar, `Literal`, list, tuple, dict, union, dataclass or NamedTuple, or `Annotated` of these.
-        value: The value; a list for tuples, an object for dataclasses unless it is one already.
-        where: Name of the value in error messages.
-        strict: See `build`.
-
-    Raises:
-        ValueError: it is of another type, or does not follow a rule; the message is one line.
-    """
+    """Convert a parsed value to a type, and check the rules of its annotation."""
+    # The type is a scalar, `Literal`, list, tuple, dict, union, dataclass or NamedTuple, or `Annotated` of these;
+    # values are lists for tuples, objects for dataclasses unless they are one already.
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any:
         return value

@@ -32,20 +32,10 @@ class Quartiles:
 
 
 def interleaved_seconds(works: Mapping[Name, Work], *, rounds: int, device: str) -> dict[Name, list[float]]:
-    """Time functions in interleaved rounds, so that other load on the machine affects all equally.
-
-    Each round takes one sample of each and starts with a different one; a sample repeats short functions for
-    50 milliseconds. One untimed call warms up and the fastest of three more sets the number of repeats. Freed memory is
-    reused, as by a caching allocator.
-
-    Args:
-        works: The functions to time, by name.
-        rounds: Samples of each.
-        device: Device of the functions; CUDA is synchronised.
-
-    Returns:
-        Seconds of one call, a number per round and name.
-    """
+    """Time functions in interleaved rounds, so that other load affects all equally; return seconds of one call."""
+    # Each round takes one sample of each and starts with a different one; a sample repeats short functions for 50
+    # milliseconds. One untimed call warms up and the fastest of three more sets the number of repeats. Freed memory is
+    # reused, as by a caching allocator.
     with malloc_thresholds(mmap=_LARGEST_MMAP_THRESHOLD, trim=2**31 - 1):
         for work in works.values():
             work()
@@ -56,15 +46,7 @@ def interleaved_seconds(works: Mapping[Name, Work], *, rounds: int, device: str)
 
 
 def interleaved(samples: Mapping[Name, Callable[[], float]], rounds: int) -> dict[Name, list[float]]:
-    """Take samples in interleaved rounds, each starting with a different one.
-
-    Args:
-        samples: Functions that return a sample, by name.
-        rounds: Samples of each.
-
-    Returns:
-        The samples, a number per round and name.
-    """
+    """Take samples in interleaved rounds, each starting with a different one; return a number per round and name."""
     names = list(samples)
     values: dict[Name, list[float]] = {name: [] for name in names}
     for index in range(rounds):
@@ -115,15 +97,11 @@ def threads(count: int | None) -> Iterator[None]:
 
 @contextmanager
 def malloc_thresholds(*, mmap: int, trim: int) -> Iterator[None]:
-    """Set the sizes from which glibc returns freed memory to the operating system.
-
-    Page faults of new memory can take longer than a rotation. On exit the thresholds are those that glibc itself
-    reaches when large blocks are freed. Other C libraries are not affected.
-
-    Args:
-        mmap: Bytes from which a block is requested from the system, and returned when it is freed.
-        trim: Bytes of free memory at the end of the heap above which it is returned.
-    """
+    """Set the sizes from which glibc returns freed memory to the operating system."""
+    # Page faults of new memory can take longer than a rotation. On exit the thresholds are those that glibc itself
+    # reaches when large blocks are freed. Other C libraries are not affected. `mmap`: bytes from which a block is
+    # requested from the system, and returned when it is freed; `trim`: bytes of free memory at the end of the heap
+    # above which it is returned.
     set_option = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: None)
     set_option(_M_MMAP_THRESHOLD, mmap)
     set_option(_M_TRIM_THRESHOLD, trim)

@@ -10,10 +10,6 @@ _PARSE_LOCK = threading.Lock()
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Read all arrays of a .npz file, by name.
-
-    Raises:
-        ValueError, OSError, EOFError, zipfile.BadZipFile: the file is damaged, or holds Python objects.
-    """
+    """Read all arrays of a .npz file, by name."""
     with path.open("rb") as file, _PARSE_LOCK, np.load(file, allow_pickle=False) as stored:
         return {name: stored[name] for name in stored.files}

@@ -25,19 +25,12 @@ ATTEMPTS, AREAS, RATIOS = 10, (0.02, 0.33), (0.3, 3.3)
 
 
 class EpochSet(Dataset):
-    """Apply random augmentation to the training examples of one epoch.
+    """Apply random augmentation to the training examples of one epoch."""
 
-    Example i depends on `seed` and i only; with Mixup or CutMix, also on the other examples of its batch. Random
-    numbers that `dataset` draws from torch's global generator, such as those of a random crop, are seeded the same way.
-
-    Args:
-        dataset: Examples (input, label, ...). If it has the method `normalise` and the attribute `raw`, the same set
-            before normalisation, augmentation is applied before normalisation: to images and clips as bytes, to volumes
-            in [0, 1].
-        config: The augmentation.
-        num_classes: Length of the soft labels of Mixup and CutMix.
-        seed: Seed of the run and the epoch.
-    """
+    # Example i depends on `seed` and i only; with Mixup or CutMix, also on the other examples of its batch. Random
+    # numbers that `dataset` draws from torch's global generator, such as those of a random crop, are seeded the same
+    # way. If `dataset` has the method `normalise` and the attribute `raw`, the same set before normalisation,
+    # augmentation is applied before normalisation: to images and clips as bytes, to volumes in [0, 1].
 
     def __init__(self, dataset: Dataset, config: AugmentConfig, num_classes: int, seed: int) -> None:
         self.dataset = dataset
@@ -67,10 +60,8 @@ class EpochSet(Dataset):
 
 
 def read_batch(dataset: Dataset, draws: Draws) -> Sequence[Tensor]:
-    """Read a batch with `__getitems__` if the set has it, else example by example, each with its own seed.
-
-    Copies of an example, which repeated augmentation makes, are decoded once if the set `decodes_once`.
-    """
+    """Read a batch with `__getitems__` if the set has it, else example by example, each with its own seed."""
+    # Copies of an example, which repeated augmentation makes, are decoded once if the set `decodes_once`.
     indices = [example_of(index, len(dataset)) for index in draws.indices]  # type: ignore[arg-type]
     if hasattr(dataset, "__getitems__"):
         return dataset.__getitems__(indices)
@@ -87,14 +78,9 @@ def read_batch(dataset: Dataset, draws: Draws) -> Sequence[Tensor]:
 
 
 def transform(inputs: Tensor, config: AugmentConfig, draws: Draws) -> Tensor:
-    """Crop, flip and change colours, in the order of `AugmentConfig`; LieRE's operations are before the crop.
-
-    Args:
-        inputs: Images or clips `(batch, channels, [time,] height, width)` as bytes, or volumes in [0, 1]. The changes
-            of a clip or a volume are the same in all frames or slices.
-        config: The augmentation.
-        draws: Random numbers of the batch.
-    """
+    """Crop, flip and change colours, in the order of `AugmentConfig`; LieRE's operations are before the crop."""
+    # Inputs are images or clips `(batch, channels, [time,] height, width)` as bytes, or volumes in [0, 1]. The changes
+    # of a clip or a volume are the same in all frames or slices.
     before = config.randaugment == LIERE
     if before:
         inputs = randaugment(inputs, LIERE, draws)
@@ -186,10 +172,8 @@ def one_by_one(inputs: Tensor, transform: Callable[[Tensor], Tensor], seeds: Seq
 
 
 def erase(inputs: Tensor, probability: float, draws: Draws) -> Tensor:
-    """Replace a random box of 2 to 33 % of an input by noise, with the distribution of torchvision's `RandomErasing`.
-
-    In a clip or a volume the box is the same in all frames or slices (VideoMAE), with different noise in each.
-    """
+    """Replace a random box of 2 to 33 % of an input by noise, distributed as torchvision's `RandomErasing`."""
+    # In a clip or a volume the box is the same in all frames or slices (VideoMAE), with different noise in each.
     if not probability:
         return inputs
     height, width = inputs.shape[-2:]
@@ -210,14 +194,9 @@ def erase(inputs: Tensor, probability: float, draws: Draws) -> Tensor:
 
 
 def mix(inputs: Tensor, labels: Tensor, num_classes: int, config: AugmentConfig, draws: Draws) -> tuple[Tensor, Tensor]:
-    """Mix every example with its neighbour in the batch by Mixup or CutMix.
-
-    CutMix pastes a box of the last two axes, through all positions along the others; of one axis, a segment.
-
-    Returns:
-        Inputs and labels. If Mixup or CutMix is configured, labels are probabilities `(batch, num_classes)`, also for
-        a batch that is not mixed.
-    """
+    """Mix every example with its neighbour in the batch by Mixup or CutMix; labels become `(batch, num_classes)`."""
+    # CutMix pastes a box of the last two axes, through all positions along the others; of one axis, a segment. If
+    # either is configured, labels are probabilities also for a batch that is not mixed.
     if not config.mixup and not config.cutmix:
         return inputs, labels
     batch = draws.of_batch

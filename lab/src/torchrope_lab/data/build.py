@@ -8,11 +8,7 @@ from torchrope_lab.mistakes import Mistake
 
 
 def make_data(config: DataConfig) -> DataModule:
-    """Build the data module that `config.module` names; only its Python module is imported.
-
-    Raises:
-        ValueError: the configuration is invalid, or a package that reads the data is not installed.
-    """
+    """Build the data module that `config.module` names; only its Python module is imported."""
     module, _, kind = config.module.partition(":")
     try:
         return getattr(import_module(f"torchrope_lab.data.{module}"), kind)(config)

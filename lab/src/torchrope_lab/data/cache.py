@@ -52,21 +52,9 @@ def read_files(
     doing: str,
     explain: Callable[[Exception], str] = reason,
 ) -> tuple[dict[str, Any], list[Fault]]:
-    """Read every file once, in threads, and keep the results: one is read again if its size or time has changed.
-
-    Args:
-        root: Folder that the paths are relative to.
-        paths: The files.
-        read: Returns a value that JSON can hold and that is no text; raises if the file cannot be used.
-        index: The file that keeps the results, replaced atomically.
-        version: Identifies what `read` does; results of others are not used.
-        doing: Title of the progress bar, which many files have.
-        explain: Describes an error in one line.
-
-    Returns:
-        What `read` returned, as JSON gives it back where it was kept, by path, and the faults of the other files. An
-        error of the system, such as a lost connection, is not kept.
-    """
+    """Read every file once, in threads, and keep the results: one is read again if its size or time has changed."""
+    # `read` returns a value that JSON can hold and that is no text. Results of another `version` are not used; an error
+    # of the system, such as a lost connection, is not kept. Many files have a progress bar.
     known = _read_index(index, version)
     stamps = {path: _size_and_mtime(root / path) for path in paths}
     entries = {path: known[path] for path in paths if path in known and known[path][:2] == stamps[path]}
@@ -106,15 +94,11 @@ def _read_index(index: Path, version: str) -> dict[str, Any]:
 
 
 class ExampleCache:
-    """Preprocessed examples in the cache folder, so that files are decoded in the first epoch only.
+    """Preprocessed examples in the cache folder, so that files are decoded in the first epoch only."""
 
-    An example is stored under a hash of its files (path, size, modification time) and of the settings of its
-    preprocessing. Damaged files of the cache are replaced. Nothing is deleted: when the limit is reached or the disk is
-    full, a warning says so, and further examples are not stored.
-
-    Args:
-        gib: Largest size of all cached examples in GiB; 0 disables the cache.
-    """
+    # An example is stored under a hash of its files (path, size, modification time) and of the settings of its
+    # preprocessing. Damaged files of the cache are replaced. Nothing is deleted: when the limit is reached or the disk
+    # is full, a warning says so, and further examples are not stored.
 
     def __init__(self, gib: float) -> None:
         self.limit = int(gib * 2**30)
@@ -123,16 +107,7 @@ class ExampleCache:
         self._full = torch.zeros((), dtype=torch.bool).share_memory_()  # shared by the loading processes
 
     def get(self, files: Sequence[Path], settings: tuple, make: Callable[[], Made]) -> Made | Tensor:
-        """Return the cached example, mapped into memory, or make and store it; None is not stored.
-
-        Args:
-            files: The files that it depends on.
-            settings: Whatever else it depends on.
-            make: Makes the example.
-
-        Raises:
-            OSError: a file is not there.
-        """
+        """Return the cached example, mapped into memory, or make and store it; None is not stored."""
         if not self.limit:
             return make()
         states = [(str(path), path.stat()) for path in files]

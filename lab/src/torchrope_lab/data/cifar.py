@@ -32,29 +32,18 @@ willow_tree wolf woman worm
 
 
 class Cifar(InMemory):
-    """50,000 training and 10,000 validation images of 32x32 colour pixels, kept in memory as bytes.
+    """50,000 training and 10,000 validation images of 32x32 colour pixels, kept in memory as bytes."""
 
-    If the training size is below 32, validation at other sizes resamples the original images.
-
-    Archives and the files of the Python version, which are pickles, are read only if their MD5 sums are the published
-    ones.
-
-    Source: A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, University of Toronto, 2009.
-
-    Attributes:
-        source: torchvision's data set, with file names and MD5 sums of the Python version.
-        binary_folder: Folder name of the binary version.
-        binary_archive: File name of its archive.
-        binary_md5: MD5 sum of the archive.
-        label_bytes: Bytes before each image in the binary version; the last of them is the label.
-    """
+    # Source: A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, University of Toronto, 2009. If the
+    # training size is below 32, validation at other sizes resamples the original images. Archives and the files of the
+    # Python version, which are pickles, are read only if their MD5 sums are the published ones.
 
     in_channels = 3
     source: ClassVar[type[datasets.CIFAR10]]
     binary_folder: str
     binary_archive: str
     binary_md5: str
-    label_bytes: int
+    label_bytes: int  # bytes before each image in the binary version; the last of them is the label
 
     config: Cifar10Config
 
@@ -153,14 +142,7 @@ class Cifar100(Cifar):
 
 
 def read_records(path: Path, width: int) -> Tensor:
-    """Read a binary file as rows of `width` bytes.
-
-    Returns:
-        uint8 `(rows, width)`.
-
-    Raises:
-        ValueError: the file cannot be read, is empty, or its size is not a multiple of `width`.
-    """
+    """Read a binary file as rows of `width` bytes: uint8 `(rows, width)`."""
     try:
         content = np.fromfile(path, np.uint8)
     except OSError as error:
@@ -171,11 +153,7 @@ def read_records(path: Path, width: int) -> Tensor:
 
 
 def download(source: Any, rule: str) -> Path:
-    """Download a data set of torchvision into the cache folder, and return this folder.
-
-    Raises:
-        ValueError: the download fails; the message begins with `rule`.
-    """
+    """Download a data set of torchvision into the cache folder, and return this folder; `rule` begins the error."""
     try:
         source(str(cache_folder()), download=True)
     except (OSError, RuntimeError) as error:

@@ -8,23 +8,9 @@ import torch
 
 
 def training_frames(count: int, frames: int, stride: int) -> list[int]:
-    """Choose `frames` evenly spaced indices in a random window of frames · stride frames, including both its ends.
-
-    A video of at most frames · stride frames gives count // stride frames, evenly spaced over the whole video, and then
-    repeats its last frame. Draws from torch's global generator.
-
-    Args:
-        count: Frames of the video.
-        frames: Frames to choose.
-        stride: Frames of the window per chosen frame.
-
-    Returns:
-        `frames` indices, never decreasing.
-
-    Example:
-        >>> training_frames(12, frames=4, stride=4)
-        [0, 6, 11, 11]
-    """
+    """Choose `frames` evenly spaced indices in a random window of frames · stride frames, including both its ends."""
+    # A video of at most frames · stride frames gives count // stride frames, evenly spaced over the whole video, and
+    # then repeats its last frame. Draws from torch's global generator.
     span = frames * stride
     if count <= span:
         chosen = count // stride
@@ -34,23 +20,8 @@ def training_frames(count: int, frames: int, stride: int) -> list[int]:
 
 
 def test_frames(count: int, frames: int, stride: int, segments: int) -> list[list[int]]:
-    """Return `segments` evenly spaced clips of `frames` frames, `stride` frames apart.
-
-    If `segments` is 1, the clip is centred. The last frame is repeated for videos that are too short.
-
-    Args:
-        count: Frames of the video.
-        frames: Frames of a clip.
-        stride: Distance between frames of a clip.
-        segments: Number of clips.
-
-    Returns:
-        `segments` lists of `frames` indices.
-
-    Example:
-        >>> test_frames(24, frames=3, stride=4, segments=2)
-        [[0, 4, 8], [12, 16, 20]]
-    """
+    """Return `segments` evenly spaced clips of `frames` frames, `stride` frames apart; a single one is centred."""
+    # The last frame is repeated for videos that are too short.
     strided = list(range(0, count, stride))
     strided += [strided[-1]] * (frames - len(strided))
     return [strided[start : start + frames] for start in _starts(len(strided) - frames, segments)]
@@ -60,21 +31,7 @@ test_frames.__test__ = False  # type: ignore[attr-defined]  # keeps pytest from 
 
 
 def crop_corners(height: int, width: int, size: int, crops: int) -> list[tuple[int, int]]:
-    """Place `crops` squares along the longer side, from one end to the other; one is in the centre.
-
-    Args:
-        height: Pixels of a frame, at least `size`.
-        width: Likewise.
-        size: Pixels per side of a square.
-        crops: Squares.
-
-    Returns:
-        (top, left) of each.
-
-    Example:
-        >>> crop_corners(4, 10, size=4, crops=3)
-        [(0, 0), (0, 3), (0, 6)]
-    """
+    """Return (top, left) of `crops` squares along the longer side, from one end to the other; one is in the centre."""
     tops = _starts(height - size, crops if height >= width else 1)
     lefts = _starts(width - size, crops if height < width else 1)
     return [(top, left) for top in tops for left in lefts]

@@ -43,11 +43,10 @@ SOURCE = "cocodataset.org"
 
 
 class ImageEntry(NamedTuple):
-    """Path and size of an image, with its objects and crowds.
+    """Path and size of an image, with its objects and crowds."""
 
-    Objects and crowds are stored as JSON text, a list of [label, left, top, right, bottom, id]: many small Python
-    objects would be copied into every loading process.
-    """
+    # Objects and crowds are stored as JSON text, a list of [label, left, top, right, bottom, id]: many small Python
+    # objects would be copied into every loading process.
 
     path: str
     height: int
@@ -66,21 +65,15 @@ class Instances(NamedTuple):
 
 
 class Coco(DenseModule):
-    """COCO, 118,287 training and 5,000 validation images with objects of 80 classes, or data in the same format.
+    """COCO, 118,287 training and 5,000 validation images with objects of 80 classes, or data in the same format."""
 
-    A label is the index of the category's id among the sorted ids. Invalid annotations and missing images are skipped
-    and listed in `skipped`. Training leaves out crowds and images without another object, as detectron2 and torchvision
-    do; validation keeps them. Without a val file, a fifth of the images is held out by a hash of path and `split_seed`.
-    Polygons and run lengths are not read.
-
-    Images are resized so that the shorter side is `data.size` and the longer at most 5/3 of it; with
-    `augment.scale_jitter` or `multi_scale`, training resizes by a random factor and crops instead.
-
-    Source: T.-Y. Lin et al., Microsoft COCO: Common Objects in Context, arXiv:1405.0312.
-
-    Raises:
-        ValueError: root is missing or has another layout, or a file is not in COCO's format.
-    """
+    # Polygons and run lengths are not read.
+    # Source: T.-Y. Lin et al., Microsoft COCO: Common Objects in Context, arXiv:1405.0312. A label is the index of the
+    # category's id among the sorted ids. Invalid annotations and missing images are skipped and listed in `skipped`.
+    # Training leaves out crowds and images without another object, as detectron2 and torchvision do; validation keeps
+    # them. Without a val file, a fifth of the images is held out by a hash of path and `split_seed`. Images are resized
+    # so that the shorter side is `data.size` and the longer at most 5/3 of it; with `augment.scale_jitter` or
+    # `multi_scale`, training resizes by a random factor and crops instead.
 
     name = "coco"
     in_channels = 3
@@ -132,11 +125,7 @@ class Coco(DenseModule):
 
 
 def load_image_entry(root: Path, listed: Sequence[ImageEntry], index: int) -> Example:
-    """Read an image and its annotations.
-
-    Raises:
-        ValueError: the image has another size than in its annotations.
-    """
+    """Read an image and its annotations."""
     path, height, width, *packed = listed[index]
     image = tv_tensors.Image(load_image(root / path))
     if image.shape[-2:] != (height, width):
@@ -153,11 +142,7 @@ def load_image_entry(root: Path, listed: Sequence[ImageEntry], index: int) -> Ex
 
 
 def find_annotations(root: Path) -> dict[str, Path]:
-    """Return the annotation files of "train" and, if there is one, of "val".
-
-    Raises:
-        ValueError: several files match, or none for "train".
-    """
+    """Return the annotation files of "train" and, if there is one, of "val"."""
     found: dict[str, Path] = {}
     for part, matches in zip(("train", "val"), matching_parts(root / "annotations", "*{}*.json"), strict=True):
         files = [path for path in matches if path.name.startswith("instances_")] or matches
@@ -170,11 +155,7 @@ def find_annotations(root: Path) -> dict[str, Path]:
 
 
 def read_instances(path: Path) -> Instances:
-    """Read an annotation file.
-
-    Raises:
-        ValueError: the file cannot be read or has another format.
-    """
+    """Read an annotation file."""
     rule = "annotations must be COCO's JSON of images, annotations and categories"
     try:
         content = json.loads(path.read_bytes())
@@ -226,11 +207,7 @@ def check_image(image: Mapping[str, Any], previous_ids: Container[int]) -> None:
 
 
 def same_categories(of_parts: Mapping[str, Mapping[int, str]]) -> dict[int, str]:
-    """Return the categories of training, which must include those of validation.
-
-    Raises:
-        ValueError: a category of validation is missing from training or has another name there.
-    """
+    """Return the categories of training, which must include those of validation."""
     train = of_parts["train"]
     for number, name in of_parts.get("val", {}).items():
         if train.get(number) != name:
@@ -273,11 +250,7 @@ def image_folder(root: Path, part: str, instances: Instances) -> Path:
 
 
 def convert_annotation(annotation: Mapping[str, Any], labels: Mapping[int, int], height: int, width: int) -> list[Any]:
-    """Convert an annotation to the list in `ImageEntry`, with its box clipped to the image.
-
-    Raises:
-        ValueError: the annotation is invalid.
-    """
+    """Convert an annotation to the list in `ImageEntry`, with its box clipped to the image."""
     category = annotation.get("category_id")
     if not _is_integer(category) or category not in labels:
         raise Mistake(f"category_id must be the id of a category, got {category!r}")

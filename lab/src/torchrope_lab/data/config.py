@@ -355,13 +355,7 @@ _RESERVED = ("name", "augment", "prefix", "module", "lattice", "recipe", "source
 
 @dataclass_transform(field_specifiers=(field,))
 def data_set(name: str, module: str, size: int | None = None) -> Callable[[type[Kind]], type[Kind]]:
-    """Decorator: register a dataclass as the settings of a data set, with its name, module and default size.
-
-    Args:
-        name: Value of `--data`.
-        module: Module of this package, and the class of its data module.
-        size: Default of `size`, if it differs from the base class.
-    """
+    """Decorator: register a dataclass as the settings of a data set, with its name, "module:Class" and default size."""
 
     def add(kind: type[Kind]) -> type[Kind]:
         kind.__annotations__ = {"name": str, "size": PositiveInt, **kind.__annotations__}
@@ -635,24 +629,12 @@ def _settings_of_source(name: str, source: Callable[..., Any]) -> type[SourceCon
 
 
 def data_config(name: str = "digits", **settings: Any) -> DataConfig:
-    """Build the settings of a data set, or of a user's source in a loaded module.
-
-    Raises:
-        ValueError: there is no such data set, it does not have a setting, or a value is out of range.
-
-    Example:
-        >>> data_config("volumes").frames
-        32
-    """
+    """Build the settings of a data set, or of a user's source in a loaded module."""
     return DataConfig.kind_of({"name": name, **settings})(name=name, **settings)
 
 
 def with_crop_ratio(config: DataConfig, crop_ratio: CropRatio) -> DataConfig:
-    """Return the settings with another crop_ratio.
-
-    Raises:
-        ValueError: the data set has no `crop_ratio`, or it is out of range.
-    """
+    """Return the settings with another crop_ratio."""
     option, kind = ("--crop-ratio native", ImagesConfig) if crop_ratio == NATIVE else ("--crop-ratio", CentredConfig)
     if not isinstance(config, kind):
         names = [name for name, each in SETTINGS.items() if issubclass(each, kind)]
@@ -661,11 +643,7 @@ def with_crop_ratio(config: DataConfig, crop_ratio: CropRatio) -> DataConfig:
 
 
 def settings_of(name: str) -> type[DataConfig]:
-    """Return the settings class of a data set, of hf:NAME or webdataset:FOLDER, or of a source in a loaded module.
-
-    Raises:
-        ValueError: there is no such data set or source, or its module is not loaded.
-    """
+    """Return the settings class of a data set, of hf:NAME or webdataset:FOLDER, or of a source in a loaded module."""
     if name in SETTINGS:
         return SETTINGS[name]
     scheme, _, path = name.partition(":")

@@ -11,19 +11,12 @@ from torchrope_lab.data.config import AugmentConfig, CropRatio
 
 @dataclass(frozen=True)
 class CropTransform:
-    """A crop that converts images of any size to `size` × `size` pixels.
-
-    Attributes:
-        size: Pixels per side of the result.
-        transform: Transform of PIL images or tensors `(..., height, width)`.
-        resized: Length in pixels to which `transform` resizes the shorter side; 0 if it is drawn or not resized.
-        native: Whether `transform` does not resize.
-    """
+    """A crop that converts images of any size to `size` × `size` pixels."""
 
     size: int
-    transform: Callable[[Any], Any]
-    resized: int = 0
-    native: bool = False
+    transform: Callable[[Any], Any]  # of PIL images or tensors `(..., height, width)`
+    resized: int = 0  # pixels to which `transform` resizes the shorter side; 0 if drawn or not resized
+    native: bool = False  # whether `transform` does not resize
 
     @property
     def decoded(self) -> int:

@@ -122,29 +122,17 @@ class DataModule(pl.LightningDataModule, ABC):
         """
 
     def at_size(self, size: int) -> "DataModule | None":
-        """Return the same validation examples with the same normalisation at another number of pixels per side.
-
-        They are read again at that size; None if they can only be resampled.
-        """
+        """Return the same validation examples read at another size; None if they can only be resampled."""
         return None
 
     def groups(self, train: Any, val: Any) -> Sequence[Hashable] | None:
-        """Return what examples must have in common to be in the same fold, such as the patient; None for nothing.
-
-        `tuning` splits the training examples by it, too.
-
-        Args:
-            train, val: The sets of `datasets`, whose examples are numbered consecutively.
-        """
+        """Return what examples must have in common to be in the same fold, such as the patient; None for nothing."""
+        # `tuning` splits the training examples by it, too. Examples of the sets are numbered consecutively.
         return None
 
     @cached_property
     def fold_of_examples(self) -> Tensor:
-        """Fold of every example, int64 `(examples,)`, training before validation examples; with `folds` only.
-
-        Raises:
-            ValueError: the data cannot be split into folds.
-        """
+        """Fold of every example, int64 `(examples,)`, training before validation examples; with `folds` only."""
         if self.generated:
             rule = "--data.folds is for data that is not generated (use --data.val_size for more validation examples)"
             raise Mistake(f"{rule}, got --data {self.name}")
@@ -235,11 +223,9 @@ class DataModule(pl.LightningDataModule, ABC):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the examples.
-
-        It contains `contents`, all samples' names and labels in order (for sets without `samples`, labels), and the
-        beginning and size of the files, or the tokens and positions, of some.
-        """
+        """Hash of the examples."""
+        # It contains `contents`, all samples' names and labels in order (for sets without `samples`, labels), and the
+        # beginning and size of the files, or the tokens and positions, of some.
         sets = self._made_datasets()
         parts = [getattr(part, "samples", None) or part.labels.tolist() for part in sets]  # type: ignore[attr-defined]
         digest = hashlib.sha256(json.dumps([*parts, *self.contents]).encode())
@@ -254,14 +240,9 @@ class DataModule(pl.LightningDataModule, ABC):
         self._made_datasets()
 
     def train_dataloader(self) -> DataLoader:
-        """Return the loader of training batches, whose order depends only on `run_seed` and the epoch.
-
-        Called again for every epoch (`reload_dataloaders_every_n_epochs=1`), it draws nothing from torch's global
-        random state, so a resumed run gets the same batches as an uninterrupted one.
-
-        Raises:
-            ValueError: `drop_last` would drop all examples.
-        """
+        """Return the loader of training batches, whose order depends only on `run_seed` and the epoch."""
+        # Called again for every epoch (`reload_dataloaders_every_n_epochs=1`), it draws nothing from torch's global
+        # random state, so a resumed run gets the same batches as an uninterrupted one.
         train, _ = self._made_datasets()
         epoch, replicas, rank = self._position_in_training()
         seed, batch_size = self._seed + epoch, self.config.batch_size
@@ -322,11 +303,9 @@ class DataModule(pl.LightningDataModule, ABC):
         return EpochSet(train, augment, self.num_classes, seed)
 
     def val_dataloader(self) -> DataLoader:
-        """Return the loader of validation batches, in the order of the set.
-
-        With several devices, each process gets a disjoint part of the set, split into the same number of batches,
-        because DDP synchronises buffers in every forward pass. None is empty, so batches of one example may have two.
-        """
+        """Return the loader of validation batches, in the order of the set."""
+        # With several devices, each process gets a disjoint part of the set, split into the same number of batches,
+        # because DDP synchronises buffers in every forward pass. None is empty, so batches of one example may have two.
         val = self._with_spacing(self._made_datasets()[1])
         batch_size = self.val_batch_factor * self.config.batch_size
         devices = 1 if self.trainer is None else self.trainer.world_size
@@ -396,11 +375,7 @@ class DataModule(pl.LightningDataModule, ABC):
         )
 
     def tuned(self, train: Any, val: Dataset) -> tuple[Dataset, Dataset]:
-        """Split the training examples into a training and a held-out part, for `tuning`, by `groups` as for folds.
-
-        Raises:
-            ValueError: they are not in memory, or too few.
-        """
+        """Split the training examples into a training and a held-out part, for `tuning`, by `groups` as for folds."""
         if not hasattr(train, "part"):
             raise Mistake(f"--data.tuning is for in-memory data without crops, got --data {self.name}")
         groups = self.groups(train, val)

@@ -96,14 +96,9 @@ class DenseSet(Dataset, ABC):
 
 
 class FileSet(DenseSet):
-    """A `DenseSet` of photographs read on access; an unreadable file is replaced by the next readable one.
+    """A `DenseSet` of photographs read on access; an unreadable file is replaced by the next readable one."""
 
-    Args:
-        samples: (path below the root, value that identifies its target) of every image.
-        load: Reads the image at an index and its target; raises any exception if that fails.
-        transform: Transform of image and target.
-        max_skipped: Largest number of unreadable files that are skipped.
-    """
+    # A sample is the path below the root and a value that identifies its target.
 
     def __init__(
         self,
@@ -155,24 +150,16 @@ def compose(steps: Sequence[Any]) -> Transform | None:
 
 
 def large_scale_jitter(augment: AugmentConfig, side: int) -> list[Any]:
-    """Resize the longer side to `side` times a random factor, crop, and update the objects; [] if not set.
-
-    References:
-        Ghiasi et al., Simple copy-paste, arXiv:2012.07177, with factors from 0.1 to 2.
-    """
+    """Resize the longer side to `side` times a random factor, crop, and update the objects; [] if not set."""
+    # Ghiasi et al., Simple copy-paste, arXiv:2012.07177, with factors from 0.1 to 2.
     if augment.scale_jitter is None:
         return []
     return [Jitter((side, side), augment.scale_jitter), Crop(side), keep_visible]
 
 
 def multi_scale(side: int, longest: int) -> list[Any]:
-    """Resize the shorter side to 60 to 100 % of `side`, for half of the images after a crop of 48 to 75 %.
-
-    The longer side is at most `longest`.
-
-    References:
-        Carion et al., DETR, arXiv:2005.12872, appendix A.4: 480 to 800 pixels after crops of 384 to 600, or without.
-    """
+    """Resize the shorter side to 60 to 100 % of `side`, for half of the images after a crop of 48 to 75 %."""
+    # Carion et al., DETR, arXiv:2005.12872, appendix A.4: 480 to 800 pixels after crops of 384 to 600, or without.
     before, after = [400, 500, 600], range(480, 801, 32)
     least, most = (round(side * pixels / 800) for pixels in (384, 600))
     resizes = [v2.Resize(round(side * pixels / 800)) for pixels in before]
@@ -181,23 +168,17 @@ def multi_scale(side: int, longest: int) -> list[Any]:
 
 
 def map_scale_jitter(scale: tuple[float, float], side: int, largest_share: float) -> list[Any]:
-    """Resize the shorter side to `side` times a random factor, and crop so that no class dominates.
-
-    References:
-        For ADE20k, factors from 0.5 to 2, mmsegmentation's `cat_max_ratio=0.75` and Mask2Former's
-        `SINGLE_CATEGORY_MAX_AREA: 1.0`.
-    """
+    """Resize the shorter side to `side` times a random factor, and crop so that no class dominates."""
+    # For ADE20k, factors from 0.5 to 2, mmsegmentation's `cat_max_ratio=0.75` and Mask2Former's
+    # `SINGLE_CATEGORY_MAX_AREA: 1.0`.
     low, high = (max(1, round(factor * side)) for factor in scale)
     crop = Crop(side) if largest_share == 1 else CropSeveralClasses(side, largest_share)
     return [v2.RandomResize(low, high + 1), crop]
 
 
 def fit(side: int, image: Tensor, target: Target) -> Example:
-    """Resize an image, but not its map, to a shorter side of `side`, less where the longer would be above 4 · `side`.
-
-    References:
-        Tests on ADE20k at 512: mmsegmentation's `img_scale=(2048, 512)`, Mask2Former's MIN_SIZE_TEST and MAX_SIZE_TEST.
-    """
+    """Resize an image, but not its map, to a shorter side of `side`, less if the longer would be above 4 · `side`."""
+    # Tests on ADE20k at 512: mmsegmentation's `img_scale=(2048, 512)`, Mask2Former's MIN_SIZE_TEST and MAX_SIZE_TEST.
     shorter, longer = sorted(image.shape[-2:])
     scale = min(side / shorter, LONGEST * side / longer)
     return image_ops.resize(image, [max(1, int(scale * length + 0.5)) for length in image.shape[-2:]]), target
@@ -226,12 +207,7 @@ class Jitter(v2.ScaleJitter):
 
 
 class Crop(v2.Transform):
-    """Crop at random to at most `side` pixels per axis; smaller images are padded when they are batched.
-
-    Args:
-        side: Pixels per side, of images of at least this size.
-        least: If given, height and width are drawn from `least` to `side`.
-    """
+    """Crop at random to `least` (by default `side`) to `side` pixels per axis; smaller images are padded in batches."""
 
     def __init__(self, side: int, least: int | None = None) -> None:
         super().__init__()
@@ -284,11 +260,7 @@ def hold_out_images(listed: Sequence[Listed], split_seed: int) -> tuple[list[Lis
 
 
 def select_some(samples: Sequence[Any], size: int | None, seed: int, name: str) -> list[Any]:
-    """Select `size` random samples, in their order; with the same seed, a smaller selection is a subset of a larger.
-
-    Raises:
-        ValueError: size is larger than the number of samples.
-    """
+    """Select `size` random samples, in their order; with the same seed, a smaller selection is a subset of a larger."""
     if size is None:
         return list(samples)
     if size > len(samples):

@@ -38,39 +38,22 @@ SAME_DIRECTION = 1e-3
 
 
 class Header(NamedTuple):
-    """Header of a slice.
+    """Header of a slice."""
 
-    Attributes:
-        instance: SOPInstanceUID.
-        study: StudyInstanceUID.
-        series: SeriesInstanceUID, or "".
-        patient: PatientID, or "".
-        position: Position of the first pixel in mm, (x, y, z) towards left, posterior and superior (LPS).
-        orientation: Directions of a row and of a column, six numbers.
-        spacing: mm between rows, mm between columns.
-        thickness: Slice thickness in mm.
-        shape: Rows, columns.
-        told: Values of `OF_VOLUME` and `OF_SLICE`, "" for those that are not there.
-    """
-
-    instance: str
-    study: str
-    series: str
-    patient: str
-    position: Sequence[float]
-    orientation: Sequence[float]
-    spacing: Sequence[float]
-    thickness: float
-    shape: Sequence[int]
-    told: Sequence[str]
+    instance: str  # SOPInstanceUID
+    study: str  # StudyInstanceUID
+    series: str  # SeriesInstanceUID, or ""
+    patient: str  # PatientID, or ""
+    position: Sequence[float]  # of the first pixel in mm, (x, y, z) towards left, posterior and superior (LPS)
+    orientation: Sequence[float]  # directions of a row and of a column, six numbers
+    spacing: Sequence[float]  # mm between rows, mm between columns
+    thickness: float  # in mm
+    shape: Sequence[int]  # rows, columns
+    told: Sequence[str]  # values of `OF_VOLUME` and `OF_SLICE`, "" for those that are not there
 
 
 def read_header(path: Path) -> Header:
-    """Read a slice's header, not its pixels.
-
-    Raises:
-        ValueError: it is no DICOM file, or its header lacks the slice's position.
-    """
+    """Read a slice's header, not its pixels."""
     dataset = _read_dataset(path, stop_before_pixels=True, specific_tags=TAGS)
     missing = [tag for tag in NEEDED if tag not in dataset or dataset.get_item(tag).value in (None, b"")]
     if missing:
@@ -90,18 +73,8 @@ def read_header(path: Path) -> Header:
 
 
 def index_headers(root: Path, paths: Sequence[str], *, folder: Path) -> tuple[dict[str, Header], list[Fault]]:
-    """Read the headers of all files; they are cached in root/.torchrope-headers.json, or in `folder`.
-
-    A file is read again if its size or modification time changed. The index file is replaced atomically.
-
-    Args:
-        root: Folder that the paths are relative to.
-        paths: The files.
-        folder: Folder of the index if root is not writable.
-
-    Returns:
-        Headers by path, and (path, fault) of the files without a valid header.
-    """
+    """Read the headers of all files; they are cached in root/.torchrope-headers.json, or in `folder`."""
+    # `folder` is used if root is not writable.
     index = root / INDEX_NAME if os.access(root, os.W_OK) else folder / index_of(root, "headers").name
     headers, faults = read_files(
         root, paths, read_header, index, version=INDEX_VERSION, doing="Reading headers of slices"
@@ -112,15 +85,9 @@ def index_headers(root: Path, paths: Sequence[str], *, folder: Path) -> tuple[di
 def sort_slices(
     paths: Sequence[str], headers: Mapping[str, Header]
 ) -> tuple[list[str], tuple[float, float, float], float]:
-    """Sort the slices of a series along their common normal; of a few that are repeated the first by name is kept.
-
-    Returns:
-        The paths, the spacing in mm of (slices, rows, columns), which is the median distance of neighbours, or the
-        thickness of a single slice, and the largest distance of neighbours, 0 for a single slice.
-
-    Raises:
-        ValueError: slices differ in orientation or shape, are of several volumes, or a voxel size is not positive.
-    """
+    """Return a series' paths along its normal, the spacing of (slices, rows, columns) and the largest step, in mm."""
+    # The spacing of slices is the median distance of neighbours, or the thickness of a single slice; the largest
+    # distance is then 0. Of a few slices that are repeated the first by name is kept.
     one = headers[paths[0]]
     normal = np.cross(one.orientation[:3], one.orientation[3:])
     shared: dict[str, tuple[str, str]] = {}  # value of a name, and the first slice that has it
@@ -158,15 +125,8 @@ def sort_slices(
 
 
 def read_slice(path: Path, *, wrapped: bool = False) -> torch.Tensor:
-    """Read a slice's values `(rows, columns)`, rescaled by its header: Hounsfield units for CT.
-
-    Args:
-        path: A DICOM file.
-        wrapped: Whether unsigned 12-bit values with an intercept near 0 are HU + 1000 modulo 4096.
-
-    Raises:
-        ValueError: it is not a DICOM file, is damaged, has several planes, or contains values that are not finite.
-    """
+    """Read a slice's values `(rows, columns)`, rescaled by its header: Hounsfield units for CT."""
+    # With `wrapped`, unsigned 12-bit values with an intercept near 0 are HU + 1000 modulo 4096.
     dataset = _read_dataset(path)
     slope = _floats(dataset, "RescaleSlope", 1)[0] if "RescaleSlope" in dataset else 1.0
     intercept = _floats(dataset, "RescaleIntercept", 1)[0] if "RescaleIntercept" in dataset else 0.0
@@ -187,14 +147,9 @@ def read_slice(path: Path, *, wrapped: bool = False) -> torch.Tensor:
 
 
 def read_head_ct(path: Path) -> torch.Tensor:
-    """Read a slice of the RSNA set in Hounsfield units, correcting known wrong headers.
-
-    Some scanners' 12-bit files store HU + 1000 modulo 4096 but declare an intercept near 0 (J. Howard, Cleaning the
-    data for rapid prototyping, Kaggle 2019).
-
-    Raises:
-        ValueError: see `read_slice`.
-    """
+    """Read a slice of the RSNA set in Hounsfield units, correcting known wrong headers."""
+    # Some scanners' 12-bit files store HU + 1000 modulo 4096 but declare an intercept near 0 (J. Howard, Cleaning the
+    # data for rapid prototyping, Kaggle 2019).
     return read_slice(path, wrapped=True)
 
 

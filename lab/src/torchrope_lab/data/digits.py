@@ -12,11 +12,10 @@ VAL_FRACTION = 0.2
 
 
 class Digits(InMemory):
-    """1,797 digits of 8x8 grey pixels; a fifth of each class is held out with `split_seed`.
+    """1,797 digits of 8x8 grey pixels; a fifth of each class is held out with `split_seed`."""
 
-    Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning
-    Repository, 1998; read with `sklearn.datasets.load_digits`.
-    """
+    # Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository,
+    # 1998; read with `sklearn.datasets.load_digits`.
 
     name = "digits"
     title = "Handwritten digits"
@@ -31,11 +30,7 @@ class Digits(InMemory):
 
 
 def split_digits(split_seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Load the digits and hold out a fifth of each class.
-
-    Returns:
-        Training images `(1437, 1, 8, 8)` in [0, 1] and labels, validation images `(360, 1, 8, 8)` and labels.
-    """
+    """Return training images `(1437, 1, 8, 8)` in [0, 1] and labels, validation images `(360, 1, 8, 8)` and labels."""
     digits = load_digits()
     images = torch.from_numpy(digits.images).float()[:, None] / 16  # [1797, 1, 8, 8]
     labels = torch.from_numpy(digits.target).long()

@@ -14,21 +14,11 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True)
 class Draws:
-    """Random numbers of a batch, one row per example.
+    """Random numbers of a batch, one row per example."""
 
-    A number is a hash of (seed, index, purpose, column) with the mixing function of SplitMix64 (Steele, Lea and Flood,
-    Fast splittable pseudorandom number generators, OOPSLA 2014). So the augmentation of an example is the same in any
-    batch, in any process and on any device, and advances no other generator.
-
-    Args:
-        seed: Seed of the run and the epoch.
-        indices: Indices of the examples.
-
-    Example:
-        >>> batch, single = Draws(7, [3, 5]).uniform("flip"), Draws(7, [5]).uniform("flip")
-        >>> bool(batch[1] == single[0])
-        True
-    """
+    # A number is a hash of (seed, index, purpose, column) with the mixing function of SplitMix64 (Steele, Lea and
+    # Flood, Fast splittable pseudorandom number generators, OOPSLA 2014). So the augmentation of an example is the same
+    # in any batch, in any process and on any device, and advances no other generator.
 
     seed: int
     indices: Sequence[int]

@@ -31,16 +31,7 @@ def reason(error: Exception) -> str:
 def find_faults(
     paths: Sequence[str], read: Callable[[str], object], explain: Callable[[Exception], str] = reason
 ) -> list[Fault]:
-    """Read every file once, in threads, and return the faults.
-
-    Args:
-        paths: The files, below the root.
-        read: Reads a file; raises if it cannot be used.
-        explain: Describes an error in one line.
-
-    Returns:
-        The unusable files, in the order of `paths`.
-    """
+    """Read every file once, in threads, and return the unusable ones with the reason, in the order of `paths`."""
 
     with ThreadPoolExecutor() as pool:
         errors = pool.map(lambda path: attempt(read, path)[1], paths)
@@ -48,10 +39,8 @@ def find_faults(
 
 
 def attempt(read: Callable[[A], T], argument: A) -> tuple[T | None, Exception | None]:
-    """Return the result of a decoder, or its error; only lack of memory is raised.
-
-    Decoders raise many types of errors on damaged files; each means that the file is unusable.
-    """
+    """Return the result of a decoder, or its error; only lack of memory is raised."""
+    # Decoders raise many types of errors on damaged files; each means that the file is unusable.
     try:
         return read(argument), None
     except MemoryError:
@@ -61,17 +50,7 @@ def attempt(read: Callable[[A], T], argument: A) -> tuple[T | None, Exception | 
 
 
 def warn_skipped(faults: Sequence[Fault], total: int, limit: int, kind: str = "files") -> None:
-    """Warn about skipped files in one line.
-
-    Args:
-        faults: The unusable files.
-        total: Number of all files.
-        limit: Largest number of files that may be skipped, `FilesConfig.max_skipped`.
-        kind: Plural noun for the files, for the message.
-
-    Raises:
-        TooManyFaults: there are more than `limit` faults; the message lists all of them.
-    """
+    """Warn about skipped files in one line; raise TooManyFaults, which lists all, if there are more than `limit`."""
     if len(faults) > limit:
         raise _too_many(faults, limit, kind)
     if faults:
@@ -86,22 +65,11 @@ def name_some(faults: Sequence[Fault], number: int = NAMED_IN_WARNING) -> str:
 
 
 class Skipping(Generic[T]):
-    """Read examples on access and skip the unreadable ones, for data too large to be checked before training.
+    """Read examples on access and skip the unreadable ones, for data too large to be checked before training."""
 
-    An unreadable example is logged once, counted, and replaced by the next readable one in the set: the replacement
-    depends on the files only, not on the seed, the order or the number of loading processes. The count is in shared
-    memory of these processes.
-
-    Args:
-        names: Name of each example, by index.
-        load: Reads the example at an index.
-        limit: Largest number of examples that may be skipped, `FilesConfig.max_skipped`.
-        kind: Plural noun for the examples, for messages.
-
-    Example:
-        >>> Skipping(["a", "b"], lambda index: 2 * index, limit=0).get(1)
-        2
-    """
+    # An unreadable example is logged once, counted, and replaced by the next readable one in the set: the replacement
+    # depends on the files only, not on the seed, the order or the number of loading processes. The count is in shared
+    # memory of these processes.
 
     def __init__(self, names: Sequence[str], load: Callable[[int], T], limit: int, kind: str = "files") -> None:
         self.names = names
@@ -112,12 +80,7 @@ class Skipping(Generic[T]):
         self._reasons: dict[int, str] = {}
 
     def get(self, index: int) -> T:
-        """Read an example, or the next readable one.
-
-        Raises:
-            TooManyFaults: more than `limit` examples were unreadable so far; the message lists all of them.
-            IndexError: index is out of range, which ends iteration.
-        """
+        """Read an example, or the next readable one; raise TooManyFaults, which lists all, after more than `limit`."""
         if not 0 <= index < len(self.names):
             raise IndexError(f"index must be at least 0 and below {len(self.names)}, got {index}")
         for offset in range(len(self.names)):
@@ -135,11 +98,7 @@ class Skipping(Generic[T]):
         return [(self.names[index], self._why(index)) for index in self._broken.clone().nonzero().flatten().tolist()]
 
     def remember(self, names: Iterable[str]) -> None:
-        """Count examples that an earlier start or another process could not read, if they are still unreadable.
-
-        Raises:
-            TooManyFaults: this makes more than `limit` unreadable examples.
-        """
+        """Count examples that an earlier start or another process could not read, if they are still unreadable."""
         previous = set(names)
         for index, name in enumerate(self.names):
             if name in previous and not self._broken[index]:

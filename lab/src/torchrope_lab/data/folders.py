@@ -24,11 +24,7 @@ def is_system_file(name: str) -> bool:
 
 
 def subfolders(folder: Path) -> list[str]:
-    """List the names of the folders in a folder, sorted.
-
-    Raises:
-        ValueError: the folder cannot be listed.
-    """
+    """List the names of the folders in a folder, sorted."""
     try:
         return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not is_system_file(entry.name))
     except OSError as error:
@@ -36,11 +32,7 @@ def subfolders(folder: Path) -> list[str]:
 
 
 def files_below(folder: Path, root: Path, extensions: Sequence[str] = ("",)) -> list[str]:
-    """List the files in `folder` at any depth with one of the extensions (any case), as sorted paths below `root`.
-
-    Raises:
-        ValueError: a folder cannot be listed.
-    """
+    """List the files in `folder` at any depth with one of the extensions (any case), as sorted paths below `root`."""
 
     def refuse(error: OSError) -> None:
         raise unreadable_folder(error) from error
@@ -60,10 +52,8 @@ def matching(folder: Path, pattern: str) -> list[Path]:
 
 
 def matching_parts(folder: Path, *patterns: str) -> tuple[list[Path], list[Path]]:
-    """List the files of train and of val whose glob patterns match with {} for the part, sorted.
-
-    A file that matches as both, such as `trainval.json`, is of train only.
-    """
+    """List the files of train and of val whose glob patterns match with {} for the part, sorted."""
+    # A file that matches as both, such as `trainval.json`, is of train only.
     train, val = (
         sorted({path for pattern in patterns for path in matching(folder, pattern.format(part))})
         for part in ("train", "val")
@@ -72,13 +62,7 @@ def matching_parts(folder: Path, *patterns: str) -> tuple[list[Path], list[Path]
 
 
 def warn_unread(root: Path, read: Iterable[str], kind: str) -> None:
-    """Warn in one line about the files below `root` that are not read.
-
-    Args:
-        root: The folder.
-        read: Paths, relative to it, of the files that are read.
-        kind: Plural noun for these files, for the message.
-    """
+    """Warn in one line about the files below `root` that are not read."""
     read_paths = set(read)
     others = [path for path in files_below(root, root) if path not in read_paths]
     if others:

@@ -24,14 +24,7 @@ Rows = TypeVar("Rows", bound="HubSet")
 
 
 class HubSet(ImageSet):
-    """Images in rows of the package datasets.
-
-    Args:
-        rows: The rows, whose column of images is not decoded.
-        image: Name of this column.
-        samples: (name, label) of every row.
-        view, max_skipped, fast: As in `ImageSet`.
-    """
+    """Images in rows of the package datasets, whose column of images is not decoded."""
 
     def __init__(
         self, rows: Any, image: str, samples: Sequence[Sample], view: CropTransform, max_skipped: int, *, fast: bool
@@ -55,14 +48,10 @@ class HubSet(ImageSet):
 
 
 class HubImages(CroppedImages):
-    """Images of a data set of the Hugging Face Hub, or of a folder that the package datasets reads, as `imagenet`.
+    """Images of a data set of the Hugging Face Hub, or of a folder that the package datasets reads, as `imagenet`."""
 
-    A folder is one of `save_to_disk`, or of images or tables as on the Hub. Code of data sets is not run. Without a
-    validation split, a fifth of each class is held out, by a hash of the row and `split_seed`.
-
-    Raises:
-        ValueError: the package datasets is missing, or the data set, a split or a column.
-    """
+    # A folder is one of `save_to_disk`, or of images or tables as on the Hub. Code of data sets is not run. Without a
+    # validation split, a fifth of each class is held out, by a hash of the row and `split_seed`.
 
     crop_scale = ImageNet.crop_scale
 
@@ -133,10 +122,9 @@ class HubImages(CroppedImages):
 
 
 class WebDataset(ImageNet):
-    """Images in tar shards of webdataset's format, in a folder as for `imagenet`.
+    """Images in tar shards of webdataset's format, in a folder as for `imagenet`."""
 
-    Shards are read at random by offset, from files: the order of a stream could not be resumed exactly.
-    """
+    # Shards are read at random by offset, from files: the order of a stream could not be resumed exactly.
 
     config: WebDatasetConfig
 
@@ -153,11 +141,7 @@ class WebDataset(ImageNet):
 
 
 def load_splits(config: HubConfig) -> Mapping[str, Any]:
-    """Load a data set of the Hub, or a folder, with the package datasets; its rows by name of the split.
-
-    Raises:
-        ValueError: it cannot be loaded.
-    """
+    """Load a data set of the Hub, or a folder, with the package datasets; its rows by name of the split."""
     from datasets import DatasetDict, load_dataset, load_from_disk
 
     path = config.name.partition(":")[2]
@@ -171,11 +155,7 @@ def load_splits(config: HubConfig) -> Mapping[str, Any]:
 
 
 def find_column(features: Mapping[str, Any], name: str | None, kind: type, setting: str, data: str) -> str:
-    """Return the column that a setting names, or the only one of a type.
-
-    Raises:
-        ValueError: there is no such column, or there are several.
-    """
+    """Return the column that a setting names, or the only one of a type."""
     fitting = [column for column, feature in features.items() if isinstance(feature, kind)]
     if name in features or (name is None and len(fitting) == 1):
         return name or fitting[0]

@@ -35,17 +35,12 @@ GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 
 
 class ImageNet(CroppedImages):
-    """ImageNet-1k, 1,281,167 training and 50,000 validation images, or any data in the same layout.
+    """ImageNet-1k, 1,281,167 training and 50,000 validation images, or any data in the same layout."""
 
-    Images are read during training, and unreadable ones are skipped. Training crops 8 to 100 % of an image at random;
-    validation takes the central crop of 7/8 of the shorter side, at any size from the files. Before training, only
-    headers and labels of shards are read, once.
-
-    Source: O. Russakovsky et al., ImageNet Large Scale Visual Recognition Challenge, arXiv:1409.0575, 2015.
-
-    Raises:
-        ValueError: root is missing or has another layout.
-    """
+    # Source: O. Russakovsky et al., ImageNet Large Scale Visual Recognition Challenge, arXiv:1409.0575, 2015.
+    # Images are read during training, and unreadable ones are skipped. Training crops 8 to 100 % of an image at random;
+    # validation takes the central crop of 7/8 of the shorter side, at any size from the files. Before training, only
+    # headers and labels of shards are read, once.
 
     name = "imagenet"
     title = "ImageNet"
@@ -123,11 +118,7 @@ def shard_classes(root: Path, count: int) -> tuple[str, ...]:
 
 
 def list_validation(root: Path, folder: Path, classes: Sequence[str]) -> list[Sample]:
-    """List the validation images, in class folders or in one folder with a list of their classes.
-
-    Raises:
-        ValueError: both are missing, or an image has no class or one that is not in train.
-    """
+    """List the validation images, in class folders or in one folder with a list of their classes."""
     if subfolders(folder):
         unknown = [name for name in subfolders(folder) if name not in classes]
         if unknown:

@@ -46,16 +46,9 @@ logger = logging.getLogger(__name__)
 
 
 class ImageSet(StreamedSet):
-    """Images read from disk on access; an unreadable image is replaced by the next readable one.
+    """Images read from disk, or from shards, on access; an unreadable image is replaced by the next readable one."""
 
-    Args:
-        root: Folder that the paths are relative to.
-        samples: (path below root, label) of every image.
-        view: Crop of the images.
-        max_skipped: Largest number of unreadable images that are skipped.
-        fast: Decode JPEG files by libjpeg-turbo to tensors instead of PIL images.
-        shards: Shards that hold the images instead of files.
-    """
+    # With `fast`, JPEG files are decoded by libjpeg-turbo to tensors instead of PIL images.
 
     decodes_once = True
 
@@ -112,11 +105,7 @@ class ImageSet(StreamedSet):
 
 
 class CroppedImages(DataModule):
-    """Base class of colour images of any size, cropped when they are read.
-
-    Attributes:
-        crop_scale: Default range of the area of training crops.
-    """
+    """Base class of colour images of any size, cropped when they are read."""
 
     axes = ("height", "width")
     in_channels = 3
@@ -158,18 +147,13 @@ class CroppedImages(DataModule):
 
 
 class Images(CroppedImages):
-    """Colour images from root/train/<class>/* with root/val/<class>/*, or from root/<class>/*.
+    """Colour images from root/train/<class>/* with root/val/<class>/*, or from root/<class>/*."""
 
-    Without train and val, a fifth of each class is held out by a hash of path and `split_seed`: the split is the same
-    on every machine, and adding an image moves almost no other between the parts. Training crops 60 to 100 % of an
-    image at random, without flips unless `augment.flip` is set, since left and right may be classes; validation takes
-    the centre, at any size from the files. Every file is decoded once, and again when it has changed; unreadable files
-    are skipped, named in one warning and listed in `skipped`, transparent ones are composed on white and counted in
-    another.
-
-    Raises:
-        ValueError: root is missing, is not a readable folder, or has another layout.
-    """
+    # Without train and val, a fifth of each class is held out by a hash of path and `split_seed`: the split is the same
+    # on every machine, and adding an image moves almost no other between the parts. Training crops 60 to 100 % of an
+    # image at random, without flips unless `augment.flip` is set, since left and right may be classes. Every file is
+    # decoded once, and again when it has changed; unreadable files are skipped, named in one warning and listed in
+    # `skipped`, transparent ones are composed on white and counted in another.
 
     name = "images"
 
@@ -222,11 +206,7 @@ class Images(CroppedImages):
 
 
 def existing_folder(root: str | None, kind: str = "images", layout: str = LAYOUT) -> Path:
-    """Return the absolute path of root.
-
-    Raises:
-        ValueError: root is not given or is not a folder.
-    """
+    """Return the absolute path of root."""
     if not root:
         raise Mistake(f"--data.root must be given for {kind} ({layout}), got {root!r}")
     folder = Path(root).expanduser()
@@ -237,14 +217,7 @@ def existing_folder(root: str | None, kind: str = "images", layout: str = LAYOUT
 
 
 def find_classes(root: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
-    """Find the class folders, in root or in root/train and root/val.
-
-    Returns:
-        The folders that hold them, `{"train": ..., "val": ...}` or `{"": root}`, and the class names.
-
-    Raises:
-        ValueError: there are fewer than two classes, val is missing, or train and val have different classes.
-    """
+    """Return the folders of the class folders, `{"train": ..., "val": ...}` or `{"": root}`, and the class names."""
     names = subfolders(root)
     check_parts(root, names)
     if not names:
@@ -290,23 +263,14 @@ def list_samples(
 
 
 def open_image(path: Path | BinaryIO) -> ImageFile.ImageFile:
-    """Open an image in one of `FORMATS`; the file extension is ignored.
-
-    Raises:
-        UnidentifiedImageError: the file has another format.
-    """
+    """Open an image in one of `FORMATS`; the file extension is ignored."""
     return Image.open(path, formats=FORMATS)
 
 
 def load_image(path: Path | BinaryIO, size: int | None = None) -> Image.Image:
-    """Decode an image to 8-bit RGB, rotated by its EXIF orientation; transparent pixels are composed on white.
-
-    Of 16-bit values the upper 8 bits are kept: 0 to 65535 map to 0 to 255 for every image. With `size`, a large JPEG
-    is decoded at a reduced resolution of at least `2 * size` pixels per side.
-
-    Raises:
-        ValueError: the values are signed, 32-bit or floating-point numbers.
-    """
+    """Decode an image to 8-bit RGB, rotated by its EXIF orientation; transparent pixels are composed on white."""
+    # Of 16-bit values the upper 8 bits are kept: 0 to 65535 map to 0 to 255 for every image. With `size`, a large JPEG
+    # is decoded at a reduced resolution of at least `2 * size` pixels per side.
     return decode(path, size)[0]
 
 
@@ -319,10 +283,8 @@ def decode(path: Path | BinaryIO, size: int | None = None) -> tuple[Image.Image,
 
 
 def decode_bytes(path: Path | BinaryIO) -> Tensor:
-    """Decode an image as `load_image` does, at full resolution, to bytes `(3, height, width)`.
-
-    JPEG files in colour or grey, upright and undamaged are decoded by libjpeg-turbo alone.
-    """
+    """Decode an image as `load_image` does, at full resolution, to bytes `(3, height, width)`."""
+    # JPEG files in colour or grey, upright and undamaged are decoded by libjpeg-turbo alone.
     with open_image(path) as file:
         stream: Any = file.fp  # open until the image is loaded
         plain = file.format == "JPEG" and file.mode in ("RGB", "L") and file.getexif().get(ORIENTATION, 1) == 1
@@ -364,11 +326,7 @@ def _may_be_transparent(image: Image.Image) -> bool:
 
 
 def compose_on_white(image: Image.Image) -> tuple[Image.Image, bool]:
-    """Compose an image with an alpha channel or a transparent colour on white.
-
-    Returns:
-        The RGB image, and whether a pixel is transparent.
-    """
+    """Compose an image with transparency on white; return the RGB image, and whether a pixel is transparent."""
     colour = image.info.get("transparency")
     if isinstance(colour, tuple) and max(colour) > 255:  # of 16-bit values, whose upper 8 bits Pillow keeps
         image = image.copy()
@@ -388,17 +346,7 @@ def explain_fault(error: Exception) -> str:
 def split_parts(
     parts: dict[str, list[Sample]], classes: Sequence[str], split_seed: int, kind: str
 ) -> tuple[list[Sample], list[Sample]]:
-    """Return training and validation samples; without separate parts, a fifth of each class is held out.
-
-    Args:
-        parts: Readable samples of `{"train": ..., "val": ...}` or `{"": ...}`.
-        classes: Names of the classes.
-        split_seed: Seed of the split.
-        kind: Plural noun for the samples, for the error.
-
-    Raises:
-        ValueError: a class has too few samples.
-    """
+    """Return training and validation samples; without separate parts, a fifth of each class is held out."""
     if len(parts) == 2:
         require_each(parts["train"], classes, 1, kind, " in train")
         require_each(parts["val"], classes, 1, kind, " in val")
@@ -417,11 +365,7 @@ def require_each(samples: Sequence[Sample], classes: Sequence[str], fewest: int,
 
 
 def hold_out(samples: Sequence[Sample], split_seed: int) -> tuple[list[Sample], list[Sample]]:
-    """Split each class by a hash of path and seed: a fifth, at least one sample, is held out.
-
-    Returns:
-        Training and validation samples, each sorted.
-    """
+    """Split each class by a hash of path and seed: a fifth, at least one sample, is held out; both parts are sorted."""
 
     def draw(sample: Sample) -> str:
         return hashlib.sha256(f"{split_seed} {sample[0]}".encode(errors="surrogateescape")).hexdigest()
@@ -440,21 +384,9 @@ def hold_out(samples: Sequence[Sample], split_seed: int) -> tuple[list[Sample], 
 def split_by_group(
     examples: Mapping[str, tuple[int, str, str]], split_seed: int, kind: str
 ) -> tuple[list[Sample], list[Sample]]:
-    """Split examples by the parts of their groups, such as patients; a fifth of groups without a part is held out.
-
-    For stratification, the label of a group is the highest of its examples.
-
-    Args:
-        examples: Label, group and part ("train", "val", or "" to be split here) of every example, by name.
-        split_seed: Seed of the split.
-        kind: Noun for a group, for the error.
-
-    Returns:
-        Training and validation samples, each sorted.
-
-    Raises:
-        ValueError: a group has examples in both parts.
-    """
+    """Split examples by the parts of their groups, such as patients; a fifth of groups without a part is held out."""
+    # `examples` are label, group and part ("train", "val", or "" to be split here) by name. For stratification, the
+    # label of a group is the highest of its examples.
     placed: dict[str, tuple[str, str]] = {}  # part of a group, and an example in it
     highest: dict[str, int] = {}
     for name, (label, group, part) in examples.items():

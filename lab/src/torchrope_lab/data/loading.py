@@ -17,14 +17,10 @@ from torchrope_lab.data.mixed_sizes import Size
 
 
 class SizedBatches(BatchSampler):
-    """Batch sampler that yields the size of every batch and its indices, `(size, indices)`, for `MixedSizes`.
+    """Batch sampler that yields the size of every batch and its indices, `(size, indices)`, for `MixedSizes`."""
 
-    Args:
-        order: Sampler of example indices; with a `ResumedSampler`, batch numbers start after the skipped batches.
-        batch_size: Examples of a batch.
-        drop_last: Drop the last batch if it is smaller.
-        size_of: Maps the number of a batch in the epoch to its size.
-    """
+    # `size_of` maps the number of a batch in the epoch to its size; with a `ResumedSampler`, numbers start after the
+    # skipped batches.
 
     def __init__(self, order: Sampler[int], batch_size: int, drop_last: bool, size_of: Callable[[int], Size]) -> None:
         super().__init__(order, batch_size, drop_last)
@@ -37,13 +33,7 @@ class SizedBatches(BatchSampler):
 
 
 class ResumedSampler(Sampler[int]):
-    """Sampler that skips the first `seen` indices of an epoch; its length is that of the whole epoch.
-
-    Args:
-        whole: Order of all examples.
-        epoch: Epoch in which indices are skipped.
-        seen: Number of indices to skip.
-    """
+    """Sampler that skips the first `seen` indices of an epoch; its length is that of the whole epoch."""
 
     def __init__(self, whole: Sampler[int], epoch: int, seen: int) -> None:
         self.whole = whole
@@ -69,12 +59,7 @@ def collate_once(batch: Any) -> Any:
 
 
 class Loader(DataLoader):
-    """Data loader whose processes leave signals, which a terminal sends to all of a command, to the parent.
-
-    Args:
-        dataset: Data set whose batches are collated once.
-        options: Options of `DataLoader`.
-    """
+    """Data loader whose processes leave signals, which a terminal sends to all of a command, to the parent."""
 
     def __init__(self, dataset: Dataset, **options: Any) -> None:
         pinned = torch.cuda.is_available()
@@ -96,10 +81,8 @@ _LEFT_TO_PARENT = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGU
 
 
 def follow_parent(_: int) -> None:
-    """Leave signals to the parent process, and end with it.
-
-    PyTorch's loading processes run for ever if their parent is killed while they start.
-    """
+    """Leave signals to the parent process, and end with it."""
+    # PyTorch's loading processes run for ever if their parent is killed while they start.
     for number in _LEFT_TO_PARENT:
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):

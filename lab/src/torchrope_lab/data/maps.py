@@ -49,11 +49,10 @@ Pair = tuple[str, str]  # image and mask below root
 
 
 class MapModule(DenseModule):
-    """Base class of data modules of images with masks of class indices.
+    """Base class of data modules of images with masks of class indices."""
 
-    A subclass sets `root`, `classes`, `map_classes` and `first`, the index of the first class in a mask; lower indices,
-    or 255 if `first` is 0, are unlabelled.
-    """
+    # A subclass sets `root`, `classes`, `map_classes` and `first`, the index of the first class in a mask; lower
+    # indices, or 255 if `first` is 0, are unlabelled.
 
     in_channels = 3
     tasks = ("segment",)
@@ -92,15 +91,9 @@ class MapModule(DenseModule):
 
 
 class ADE20k(MapModule):
-    """20,210 training and 2,000 validation images; every pixel has one of 150 classes or is unlabelled.
+    """20,210 training and 2,000 validation images; every pixel has one of 150 classes or is unlabelled."""
 
-    In a mask, 0 is unlabelled and the classes are 1 to 150.
-
-    Source: B. Zhou et al., Scene Parsing through ADE20K Dataset, CVPR 2017.
-
-    Raises:
-        ValueError: root is missing or has another layout.
-    """
+    # Source: B. Zhou et al., Scene Parsing through ADE20K Dataset, CVPR 2017. In a mask, 0 is unlabelled.
 
     name = "ade20k"
     title = "ADE20k"
@@ -130,15 +123,11 @@ class ADE20k(MapModule):
 
 
 class Segments(MapModule):
-    """Images below root/images, each with a palette or greyscale PNG of class indices below root/masks.
+    """Images below root/images, each with a palette or greyscale PNG of class indices below root/masks."""
 
-    255 in a mask is unlabelled. classes.txt names the classes from index 0 on, one per line; without it, the names are
-    the indices up to the largest in the masks. Without val, a fifth of the images is held out by a hash of path and
-    `split_seed`.
-
-    Raises:
-        ValueError: root is missing or has another layout, or the masks have only one class.
-    """
+    # 255 in a mask is unlabelled. classes.txt names the classes from index 0 on, one per line; without it, the names
+    # are the indices up to the largest in the masks. Without val, a fifth of the images is held out by a hash of path
+    # and `split_seed`.
 
     name = "segments"
     first = 0
@@ -179,11 +168,7 @@ class Segments(MapModule):
 
 
 def load_pair(root: Path, classes: int, first: int, pairs: Sequence[Pair], index: int) -> Example:
-    """Read an image and its semantic map, with classes from 0; `first` is the index of the first class in a mask.
-
-    Raises:
-        ValueError: image and mask differ in size, or the mask has an index above the classes.
-    """
+    """Read an image and its semantic map, with classes from 0; `first` is the index of the first class in a mask."""
     image, mask = pairs[index]
     indices = read_mask(root / mask)
     pixels = tv_tensors.Image(load_image(root / image))
@@ -199,11 +184,7 @@ def load_pair(root: Path, classes: int, first: int, pairs: Sequence[Pair], index
 
 
 def find_pairs(root: Path, images: Path, masks: Path) -> tuple[list[Pair], list[Fault]]:
-    """Pair every image with the mask of the same name, at any depth below both folders.
-
-    Returns:
-        Sorted pairs of paths below root, and the files without a counterpart.
-    """
+    """Return sorted pairs of image and mask of the same name, paths below root, and the files without a counterpart."""
     stems = {_stem(root, images, path): path for path, _ in list_samples(root, images, [""])}
     masks_of = {
         _stem(root, masks, path): path
@@ -223,11 +204,7 @@ def require_pairs(pairs: Sequence[Pair], faults: Sequence[Fault], folder: Path) 
 
 
 def read_mask(path: Path) -> Tensor:
-    """Read the class indices of a palette or greyscale mask: uint8 `(height, width)`.
-
-    Raises:
-        ValueError: the mask has several channels, or more than 8 bits.
-    """
+    """Read the class indices of a palette or greyscale mask: uint8 `(height, width)`."""
     with open_image(path) as file:
         if file.mode not in ("P", "L", "1"):
             raise Mistake(f"a mask must have a palette or one grey channel of 8 bits, got {file.mode} pixels")
@@ -247,16 +224,7 @@ def largest_index(root: Path, masks: Sequence[str]) -> tuple[int, list[Fault]]:
 
 
 def read_ade20k_classes(path: Path) -> tuple[str, ...]:
-    """Read the class names of objectInfo150.txt, a tab-separated table.
-
-    The column Idx counts from 1; the column Name lists synonyms separated by commas.
-
-    Returns:
-        The first synonym of every class, or all its synonyms if two classes have the same first one.
-
-    Raises:
-        ValueError: a column is missing, or Idx is not 1, 2, ...
-    """
+    """Read the first synonym of every class of objectInfo150.txt, or all if two classes have the same first one."""
     with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
     names = [(row.get("Name") or "").strip() for row in rows]
@@ -271,11 +239,7 @@ def read_ade20k_classes(path: Path) -> tuple[str, ...]:
 
 
 def read_names(path: Path) -> tuple[str, ...]:
-    """Read class names, one per line.
-
-    Raises:
-        ValueError: there are fewer than 2 or more than 255 names, a name occurs twice, or a line is empty.
-    """
+    """Read class names, one per line."""
     names = [name.strip() for name in path.read_text(encoding="utf-8-sig").rstrip().split("\n")]
     if not 2 <= len(names) <= IGNORED or len(set(names)) < len(names) or "" in names:
         faults = ", some twice or empty" if len(set(names)) < len(names) or "" in names else ""

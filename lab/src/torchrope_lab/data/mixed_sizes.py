@@ -11,11 +11,7 @@ Size = tuple[int, ...]
 
 
 class MixedSizes(Dataset):
-    """The same examples at several sizes, read in batches.
-
-    Args:
-        sets: Data set of each size, with `__getitems__`.
-    """
+    """The same examples at several sizes, read in batches."""
 
     def __init__(self, sets: Mapping[Size, Dataset]) -> None:
         self.sets = sets
@@ -30,12 +26,7 @@ class MixedSizes(Dataset):
 
 
 class Resampled(Dataset):
-    """Resample the inputs of a data set to another size, after its augmentation.
-
-    Args:
-        dataset: Returns batches of inputs, labels and, if known, voxel spacings from `__getitems__`.
-        size: New extent of every axis.
-    """
+    """Resample the inputs of a data set to another size, after its augmentation."""
 
     def __init__(self, dataset: Dataset, size: Size) -> None:
         self.dataset = dataset

@@ -26,16 +26,12 @@ VELOCITIES = {
 
 
 class Motion(InMemory):
-    """Handwritten digits that move on a torus; the class is the direction and the speed.
+    """Handwritten digits that move on a torus; the class is the direction and the speed."""
 
-    A digit starts at a random pixel and moves 4 or 8 pixels per frame, with periodic boundaries. Each frame is the
-    previous one rolled by whole patches of (1, 4, 4), so all frames of a clip have the same multiset of patches. Digit
-    and start are independent of the class, so a bag of patches contains no information about it: an accuracy above 1/8
-    requires positions. Training and validation use different digits.
-
-    Raises:
-        ValueError: there are fewer clips than classes.
-    """
+    # A digit starts at a random pixel and moves 4 or 8 pixels per frame, with periodic boundaries. Each frame is the
+    # previous one rolled by whole patches of (1, 4, 4), so all frames of a clip have the same multiset of patches.
+    # Digit and start are independent of the class, so a bag of patches contains no information about it: an accuracy
+    # above 1/8 requires positions. Training and validation use different digits.
 
     name = "motion"
     generated = True
@@ -77,17 +73,7 @@ def clip_count(size: int | None, default: int, name: str) -> int:
 
 
 def make_clips(digits: Tensor, count: int, side: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Render `count` random clips, with numbers per class as equal as possible.
-
-    Args:
-        digits: The digits, `(digits, 1, 8, 8)`.
-        count: Number of clips.
-        side: Pixels per side of a frame.
-        generator: Draws digit, start and class of every clip.
-
-    Returns:
-        Clips `(count, 1, 5, side, side)` and labels `(count,)`.
-    """
+    """Render random clips `(count, 1, 5, side, side)` and labels, with numbers per class as equal as possible."""
     drawn = torch.randint(len(digits), (count,), generator=generator)
     starts = torch.randint(side, (count, 2), generator=generator)
     labels = torch.randperm(count, generator=generator) % len(VELOCITIES)
@@ -95,17 +81,8 @@ def make_clips(digits: Tensor, count: int, side: int, generator: torch.Generator
 
 
 def render_clips(digits: Tensor, starts: Tensor, labels: Tensor, side: int) -> Tensor:
-    """Place digit n at (start + t · velocity) mod side in frame t of clip n, on black.
-
-    Args:
-        digits: `(clips, 1, 8, 8)`.
-        starts: (row, column) of the digit's top left pixel in the first frame, `(clips, 2)`.
-        labels: Class of each clip, `(clips,)`.
-        side: Pixels per side of a frame.
-
-    Returns:
-        Clips `(clips, 1, 5, side, side)`.
-    """
+    """Place digit n `(1, 8, 8)` at (start + t · velocity) mod side in frame t of clip n, on black."""
+    # `starts` are (row, column) of the digit's top left pixel in the first frame, `(clips, 2)`.
     velocities = torch.tensor(list(VELOCITIES.values()))[labels]  # [n, 2]
     corners = starts[:, None] + torch.arange(FRAMES)[:, None] * velocities[:, None]  # [n, t, 2]
     pixels = (corners[..., None] + torch.arange(DIGIT_SIZE)) % side  # [n, t, 2, 8]

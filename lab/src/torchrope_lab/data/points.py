@@ -41,22 +41,15 @@ class Example(NamedTuple):
 
 
 class Points(TokensModule):
-    """Sets of points from `root`, in class folders as for `images`, or with a column `label`.
+    """Sets of points from `root`, in class folders as for `images`, or with a column `label`."""
 
-    A file is one set, or with a column `example` several: the rows with one value. Column names are the first line of a
-    .csv file, or the array names of a .npz file. Positions are the columns t (or
-    time, timestamp), x, y, z, or `axes`; features are the other columns, or `features`. Positions are relative to the
-    minimum along each axis of an example. Points with a missing position (NaN or empty cell) are dropped; missing
-    features are flagged in the input.
-
-    Every file is read once in `setup` and held in memory; files and examples that cannot be used are left out, named in
-    one warning and listed in `skipped`. Without val a fifth of each class is held out, by a hash of path and
-    `split_seed`, or of the value in `example`: examples of one value, also in several files, are in one part or fold.
-
-    Raises:
-        ValueError: root is missing, is not a readable folder, or has another layout, or a value of `example` is in
-            train and val.
-    """
+    # A file is one set, or with a column `example` several: the rows with one value. Positions are the columns t (or
+    # time, timestamp), x, y, z, or `axes`; features are the other columns, or `features`. Positions are relative to the
+    # minimum along each axis of an example. Points with a missing position (NaN or empty cell) are dropped; missing
+    # features are flagged in the input. Every file is read once in `setup` and held in memory; files and examples that
+    # cannot be used are left out, named in one warning and listed in `skipped`. Without val a fifth of each class is
+    # held out, by a hash of path and `split_seed`, or of the value in `example`, whose examples are in one part or
+    # fold.
 
     name = "points"
 

@@ -33,30 +33,19 @@ Strength = Callable[[Tensor, Tensor], Tensor]
 
 
 class Policy(NamedTuple):
-    """Distribution of the operations of an image.
+    """Distribution of the operations of an image."""
 
-    Attributes:
-        strengths: Names of operations and their strengths; all are equally likely.
-        number: Operations of an image.
-        level: Level, as a fraction of the largest magnitude.
-    """
-
-    strengths: Mapping[str, Strength]
-    number: int
-    level: float
+    strengths: Mapping[str, Strength]  # names of operations and their strengths; all are equally likely
+    number: int  # of operations of an image
+    level: float  # as a fraction of the largest magnitude
 
 
 def randaugment(inputs: Tensor, setting: tuple[int, int] | str, draws: Draws) -> Tensor:
-    """Apply the random operations of a setting to every example of a batch.
-
-    Args:
-        inputs: Images `(batch, 3, height, width)` or clips `(batch, 3, time, height, width)`, uint8, or volumes
-            `(batch, channels, depth, height, width)` in [0, 1]. The operations of a clip or volume are the same for
-            all frames or slices (VideoMAE, arXiv:2203.12602). For volumes there are none on colours, and contrast
-            scales around the mean of a channel over the volume.
-        setting: Number and magnitude, "liere", or "timm:rand-..." as in `AugmentConfig`.
-        draws: Random numbers of the batch.
-    """
+    """Apply the random operations of a setting of `AugmentConfig` to every example of a batch."""
+    # Inputs are images `(batch, 3, height, width)` or clips `(batch, 3, time, height, width)`, uint8, or volumes
+    # `(batch, channels, depth, height, width)` in [0, 1]. The operations of a clip or volume are the same for all
+    # frames or slices (VideoMAE, arXiv:2203.12602). For volumes there are none on colours, and contrast scales around
+    # the mean of a channel over the volume.
     if isinstance(setting, str) and setting != LIERE:
         return one_by_one_with_timm(inputs, setting, draws)
     volumes = inputs.is_floating_point()
@@ -69,13 +58,8 @@ def randaugment(inputs: Tensor, setting: tuple[int, int] | str, draws: Draws) ->
 
 
 def apply_one(images: Tensor, policy: Policy, drawn: Tensor) -> None:
-    """Apply one operation of a policy to every image, in place.
-
-    Args:
-        images: `(n, ..., channels, height, width)`.
-        policy: The policy.
-        drawn: Uniform numbers `(n, 6)`: operation, direction, two that are not used, position.
-    """
+    """Apply one operation of a policy to every image `(n, ..., channels, height, width)`, in place."""
+    # Numbers drawn, uniform `(n, 6)`, are of operation, direction, two that are not used, position.
     names = list(policy.strengths)
     levels = torch.full_like(drawn[:, 0], policy.level)
     kinds = (drawn[:, 0] * len(names)).long()
@@ -91,14 +75,8 @@ def apply_one(images: Tensor, policy: Policy, drawn: Tensor) -> None:
 def apply_by_kind(
     images: Tensor, kinds: Tensor, operations: Sequence[Operation], strengths: Callable[[int, Tensor], Tensor]
 ) -> None:
-    """Apply `operations[kinds[i]]` to image i, in place, with one call for all images of a kind.
-
-    Args:
-        images: `(n, ..., channels, height, width)`.
-        kinds: Index of each image's operation.
-        operations: The operations.
-        strengths: From a kind and the indices of its images to their strengths.
-    """
+    """Apply `operations[kinds[i]]` to image i, in place, with one call for all images of a kind."""
+    # `strengths` maps a kind and the indices of its images to their strengths.
     for kind in kinds.unique().tolist():
         members = (kinds == kind).nonzero().flatten()
         images[members] = operations[kind](images[members], strengths(kind, members).float())
@@ -167,14 +145,9 @@ LIERE_STRENGTHS: dict[str, Strength] = {
 
 
 def warp(images: Tensor, strengths: Tensor, inverse: Callable[..., tuple[Any, ...]]) -> Tensor:
-    """Resample images by an affine map, to the nearest pixel; pixels from outside are black.
-
-    Args:
-        images: `(n, ..., channels, height, width)`.
-        strengths: `(n,)`.
-        inverse: From strengths, height and width to the six numbers of the map from pixels of the result to pixels of
-            the images, relative to the centre.
-    """
+    """Resample images `(n, ..., channels, height, width)` by an affine map, to the nearest pixel; outside is black."""
+    # `inverse` maps strengths, height and width to the six numbers of the map from pixels of the result to pixels of
+    # the images, relative to the centre.
     height, width = images.shape[-2:]
     a, b, c, d, e, f = (
         torch.broadcast_to(torch.as_tensor(x), strengths.shape) for x in inverse(strengths, height, width)
@@ -275,10 +248,7 @@ OPERATIONS: Mapping[str, Operation] = {
 
 
 def one_by_one_with_timm(inputs: Tensor, name: str, draws: Draws) -> Tensor:
-    """Apply timm's transform of a name such as "timm:rand-m9-mstd0.5-inc1" to images or clips.
-
-    All frames of a clip have the same random numbers.
-    """
+    """Apply timm's transform of a name such as "timm:rand-m9-mstd0.5-inc1"; frames of a clip are changed alike."""
     frames = inputs.movedim(1, -3)
     changed = torch.empty_like(frames)
     transform = timm_transform(name.removeprefix("timm:"))

@@ -6,31 +6,14 @@ from torch.utils.data import Sampler
 
 
 class Repeated(Sampler[int]):
-    """Order one process's part of an epoch in which each example occurs `repeats` times in a row; the length stays.
+    """Order one process's part of an epoch in which each example occurs `repeats` times in a row; the length stays."""
 
-    The batches of all processes, in turn, are consecutive parts of the repeated order. So the copies of an example are
-    in the same step for any number of processes and accumulated batches, with at most two exceptions per step, and
-    the examples of a step are those of DeiT's `RASampler`. Unlike there, copies are in one batch, which lets
-    one decoding serve all. In a batch, an example is not next to a copy of itself, with which Mixup would mix it, and
-    the copies have different neighbours.
-
-    Copy k = 0, 1, ... of example i has the index i + k · size, so its augmentation differs; see `example_of`.
-
-    Args:
-        order: Examples of an epoch in the order of all processes together.
-        repeats: Number of times that each example is drawn.
-        size: Number of examples in the set.
-        batch_size: Examples in a batch of one process.
-        replicas: Number of processes.
-        rank: Number of this process.
-
-    References:
-        Hoffer et al., Augment your batch, arXiv:1901.09335; `RASampler` of DeiT's code.
-
-    Example:
-        >>> list(Repeated([2, 0, 1, 3], repeats=2, size=4, batch_size=4))
-        [2, 0, 6, 4]
-    """
+    # Hoffer et al., Augment your batch, arXiv:1901.09335; `RASampler` of DeiT's code. The batches of all processes, in
+    # turn, are consecutive parts of the repeated order. So the copies of an example are in the same step for any number
+    # of processes and accumulated batches, with at most two exceptions per step, and the examples of a step are those
+    # of DeiT's `RASampler`. Unlike there, copies are in one batch, which lets one decoding serve all. In a batch, an
+    # example is not next to a copy of itself, with which Mixup would mix it, and the copies have different neighbours.
+    # Copy k = 0, 1, ... of example i has the index i + k · size, so its augmentation differs; see `example_of`.
 
     def __init__(
         self,
@@ -66,10 +49,5 @@ class Repeated(Sampler[int]):
 
 
 def example_of(index: int, size: int) -> int:
-    """Return the example of an index of `Repeated`; indices with the same example are copies.
-
-    Example:
-        >>> [example_of(index, size=4) for index in Repeated([2, 0, 1, 3], repeats=2, size=4, batch_size=4)]
-        [2, 0, 2, 0]
-    """
+    """Return the example of an index of `Repeated`; indices with the same example are copies."""
     return index % size

@@ -25,19 +25,14 @@ EXPECTED = f"the RSNA haemorrhage set ({LAYOUT})"
 
 
 class RSNA(Volumes):
-    """The 21,744 labelled studies of the RSNA 2019 challenge; the class is whether any slice shows a haemorrhage.
+    """The 21,744 labelled studies of the RSNA 2019 challenge; the class is whether any slice shows a haemorrhage."""
 
-    Slices are grouped into studies by StudyInstanceUID, sorted by position and converted to Hounsfield units. The
-    channels are the windows brain (centre 40, width 80), subdural (80, 200) and soft tissue (40, 380) of the
-    challenge's team NoBrainer (github.com/darraghdog/rsna, scripts/prepare_meta_dicom.py); LieRE does not state its
-    windows. LieRE's split is not published: a fifth of the patients of each class is held out.
-
-    Source: A. Flanders et al., Construction of a Machine Learning Dataset through Collaboration: The RSNA 2019 Brain
-    CT Hemorrhage Challenge, Radiology: Artificial Intelligence 2(3), 2020.
-
-    Raises:
-        ValueError: root, its slices or its table is missing or has another format.
-    """
+    # Source: A. Flanders et al., Construction of a Machine Learning Dataset through Collaboration: The RSNA 2019 Brain
+    # CT Hemorrhage Challenge, Radiology: Artificial Intelligence 2(3), 2020. Slices are grouped into studies by
+    # StudyInstanceUID, sorted by position and converted to Hounsfield units. The channels are the windows brain (centre
+    # 40, width 80), subdural (80, 200) and soft tissue (40, 380) of the challenge's team NoBrainer
+    # (github.com/darraghdog/rsna, scripts/prepare_meta_dicom.py); LieRE does not state its windows. LieRE's split is
+    # not published: a fifth of the patients of each class is held out.
 
     name = "rsna"
     title = "RSNA intracranial haemorrhage"
@@ -81,11 +76,7 @@ class RSNA(Volumes):
 
 
 def read_haemorrhages(path: Path) -> dict[str, bool]:
-    """Read stage_2_train.csv, lines of ID_<slice>_<kind> and 0 or 1: whether any kind is in the slice.
-
-    Raises:
-        ValueError: it cannot be read or is another table.
-    """
+    """Read stage_2_train.csv, lines of ID_<slice>_<kind> and 0 or 1: whether any kind is in the slice."""
     bleeding: dict[str, bool] = {}
     for row in read_table(path, ("ID", "Label"), EXPECTED):
         name, _, _ = row["ID"].rpartition("_")

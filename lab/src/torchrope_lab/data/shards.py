@@ -26,12 +26,7 @@ Entry = tuple[str, int, int, int]  # name within the shard, label, offset, size
 
 
 class Shards(NamedTuple):
-    """Where the images of an `ImageSet` are in tar shards.
-
-    Attributes:
-        paths: The tar files.
-        places: (shard, offset, size) of every image, int64 `(images, 3)`.
-    """
+    """Where the images of an `ImageSet` are in tar shards: (shard, offset, size), int64 `(images, 3)`."""
 
     paths: Sequence[Path]
     places: Tensor
@@ -45,19 +40,11 @@ class Shards(NamedTuple):
 
 
 class ShardOrder(Sampler[int]):
-    """Shuffle the shards, then the examples within groups of 16 shards, so that few shards are read at a time.
+    """Shuffle the shards, then the examples within groups of 16 shards, so that few shards are read at a time."""
 
-    The order depends on seed and epoch only. It is split into contiguous parts of equal length, one per process, so
-    that processes share at most the shards at the ends of their parts; for equal lengths, some examples are repeated.
-    Workers of a loader receive alternating batches, which keeps the order.
-
-    Args:
-        shards: Shard index of every example, `(examples,)`.
-        seed: Seed of the run.
-        epoch: Number of the epoch.
-        replicas: World size.
-        rank: Rank of this process.
-    """
+    # The order depends on seed and epoch only. It is split into contiguous parts of equal length, one per process, so
+    # that processes share at most the shards at the ends of their parts; for equal lengths, some examples are repeated.
+    # Workers of a loader receive alternating batches, which keeps the order. `shards` is the index of every example.
 
     def __init__(self, shards: Tensor, seed: int, epoch: int, replicas: int, rank: int) -> None:
         generator = torch.Generator().manual_seed(seed + epoch)
@@ -75,13 +62,8 @@ class ShardOrder(Sampler[int]):
 
 
 def index_shards(shards: Sequence[Path]) -> tuple[list[Sample], Tensor, list[Fault]]:
-    """List the images of shards with labels and offsets, reading only headers and labels.
-
-    The list is stored in the cache folder, keyed by paths, sizes and modification times of the shards.
-
-    Returns:
-        `samples` of an `ImageSet`, `places` of `Shards`, and the unusable shards and images.
-    """
+    """Return `samples` of an `ImageSet`, `places` of `Shards`, and faults, reading only headers and labels."""
+    # The list is stored in the cache folder, keyed by paths, sizes and modification times of the shards.
     stats = [[str(shard), shard.stat().st_size, shard.stat().st_mtime_ns] for shard in shards]
     index = cache_folder() / f"shards-{hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]}.json"
     if not index.exists():

@@ -27,19 +27,12 @@ _NAMES = (*_PARTS, "classes", "axes", "title", "description", "features", "scale
 
 @dataclass(eq=False)
 class SourceSet(Dataset):
-    """Examples of a user's data set, checked when they are read.
+    """Examples of a user's data set, checked when they are read."""
 
-    Attributes:
-        examples: A sequence of (float tensor `(channels, *sizes)`, label).
-        labels: Label of every example, int64.
-        shape: The shape of every input.
-        name: Name of the set in error messages.
-    """
-
-    examples: Any
-    labels: Tensor
-    shape: tuple[int, ...]
-    name: str
+    examples: Any  # a sequence of (float tensor `(channels, *sizes)`, label)
+    labels: Tensor  # int64
+    shape: tuple[int, ...]  # of every input
+    name: str  # in error messages
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -62,19 +55,10 @@ class SourceSet(Dataset):
 
 
 class UserData(DataModule):
-    """Base class of data that a user's function or class returns: `--data mypackage.module:source` or `FILE.py:source`.
+    """Base class of data that a user's function or class returns, `mypackage.module:source` or `FILE.py:source`."""
 
-    Called with its settings, it returns a pair (train, val), or both by name: a dict, or an object with attributes.
-    Names of classes and axes, a title and a description are optional.
-
-    Attributes:
-        returned: What the source returned, by name.
-        part_labels: Labels of train and of val.
-
-    Raises:
-        ValueError: it returns anything else, the labels are not whole numbers from 0, or there are not two different
-            classes.
-    """
+    # Called with its settings, it returns a pair (train, val), or both by name: a dict, or an object with attributes.
+    # Names of classes and axes, a title and a description are optional.
 
     config: SourceConfig
 
@@ -147,15 +131,11 @@ class Source(UserData):
 
 
 class PointSource(UserData, TokensModule):
-    """Tokens with positions: sequences of (tokens `(n, channels)`, positions `(n, axes)`, label from 0).
+    """Tokens with positions: sequences of (tokens `(n, channels)`, positions `(n, axes)`, label from 0)."""
 
-    They are read once and held in memory. Tokens are normalised and missing values flagged as in `points`; rows whose
-    position is NaN are padding. Positions are used as they are. Names of features, `scale`, `extent` and `periods` are
-    optional.
-
-    Raises:
-        ValueError: an example is anything else, or positions are too far from 0 for float32.
-    """
+    # They are read once and held in memory. Tokens are normalised and missing values flagged as in `points`; rows whose
+    # position is NaN are padding. Positions are used as they are. Names of features, `scale`, `extent` and `periods`
+    # are optional.
 
     config: PointSourceConfig
 
@@ -235,20 +215,8 @@ class PointSource(UserData, TokensModule):
 
 
 def read_labels(examples: Any, name: str) -> Tensor:
-    """Read the label of every example: the attribute `labels` or `targets` of the set, otherwise from its examples.
-
-    With an attribute `target_transform`, as sets of torchvision have it, labels are read from the examples.
-
-    Args:
-        examples: A sequence of examples whose last value is the label.
-        name: Name of the set in error messages.
-
-    Returns:
-        int64 `(examples,)`.
-
-    Raises:
-        ValueError: it is no sequence, is empty, or has labels that are not whole numbers from 0.
-    """
+    """Read int64 `(examples,)`: the attribute `labels` or `targets` of the set, otherwise labels of its examples."""
+    # With an attribute `target_transform`, as sets of torchvision have it, labels are read from the examples.
     if not hasattr(examples, "__len__") or not hasattr(examples, "__getitem__") or not len(examples):
         raise Mistake(f"{name} must be a sequence of examples with len(), got {type(examples).__name__}")
     if not isinstance(examples[0], tuple | list):

@@ -21,19 +21,10 @@ Streamed = TypeVar("Streamed", bound="StreamedSet")
 
 
 class StreamedSet(Dataset, ABC):
-    """Data set of samples decoded on access; an unreadable sample is replaced by the next readable one.
+    """Data set of samples decoded on access; an unreadable sample is replaced by the next readable one."""
 
-    Args:
-        samples: (name, label) of every sample.
-        max_skipped: Largest number of unreadable samples, over all loading processes of a run.
-        kind: Plural noun for the samples, for messages.
-
-    Attributes:
-        mean, std: Statistics `(channels, 1, ...)` of the normalisation.
-        normalises: Whether samples are normalised.
-        decodes_once: Whether `load` draws no random numbers, so that several crops may share its result.
-        reading: Decodes samples and counts the unreadable ones.
-    """
+    # `max_skipped` is of all loading processes of a run. `decodes_once`: whether `load` draws no random numbers, so
+    # that several crops may share its result.
 
     decodes_once: ClassVar[bool] = False
 
@@ -47,10 +38,8 @@ class StreamedSet(Dataset, ABC):
 
     @abstractmethod
     def load(self, index: int) -> Any:
-        """Decode a sample `(..., channels, *sizes)`, float32 in [0, 1] or bytes, or what `to_size` converts to it.
-
-        Raises any exception if the sample is unreadable.
-        """
+        """Decode a sample `(..., channels, *sizes)`, float32 in [0, 1] or bytes, or what `to_size` converts to it."""
+        # Raises any exception if the sample is unreadable.
 
     @abstractmethod
     def files(self, index: int) -> Sequence[Path | BinaryIO]:
@@ -119,11 +108,8 @@ class StreamedSet(Dataset, ABC):
         return same
 
     def statistics(self) -> tuple[Tensor, Tensor]:
-        """Measure mean and standard deviation of every channel on up to 64 samples, evenly spaced in the set.
-
-        Returns:
-            Two tensors `(channels, 1, ...)`; the standard deviation is at least one step of 8-bit data.
-        """
+        """Measure mean and standard deviation, `(channels, 1, ...)`, on up to 64 samples, evenly spaced in the set."""
+        # The standard deviation is at least one step of 8-bit data.
         step = -(-len(self) // STATISTICS_SAMPLES)
         inputs = [self[index][0] for index in range(0, len(self), step)]
         others = tuple(range(1, inputs[0].ndim))

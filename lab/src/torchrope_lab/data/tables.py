@@ -20,19 +20,8 @@ _NUMBER = re.compile(r"[-+.]*\d[-+.\deE]*")
 
 
 def read_table(path: Path, text: Container[str] = (), needed: Iterable[str] | None = None) -> Columns:
-    """Read the columns of a .csv or .npz file, whose extension selects the format.
-
-    Args:
-        path: The file.
-        text: Names of columns of text, such as the class.
-        needed: Names, in any case, of the other columns that must hold numbers; None for all.
-
-    Returns:
-        The columns by name; dates are seconds since 1970.
-
-    Raises:
-        ValueError, OSError, EOFError, zipfile.BadZipFile: the file is damaged, or violates its format.
-    """
+    """Read the columns of a .csv or .npz file by name; those in `text`, or not `needed`, are text."""
+    # Dates are seconds since 1970. `needed` names are in any case; None is all.
     numbers = None if needed is None else {name.lower() for name in needed}
     return READERS[path.suffix.lower()](
         path, lambda name: name in text or (numbers is not None and name.lower() not in numbers)
@@ -61,11 +50,9 @@ def read_csv(path: Path, is_text: Callable[[str], bool]) -> Columns:
 
 
 def read_npz(path: Path, is_text: Callable[[str], bool]) -> Columns:
-    """Read arrays as columns: `(n,)` is one column, `(n, k)` are the columns name.0, name.1, ...
-
-    An array `positions` with up to three columns gives x, y, z. A class may be a scalar `()`. Pickles are rejected,
-    and array sizes are checked against the file size before memory is allocated.
-    """
+    """Read arrays as columns: `(n,)` is one column, `(n, k)` are the columns name.0, name.1, ..."""
+    # An array `positions` with up to three columns gives x, y, z. A class may be a scalar `()`. Pickles are rejected,
+    # and array sizes are checked against the file size before memory is allocated.
     columns: Columns = {}
     lengths: dict[str, int] = {}
     for name, values in read_arrays(path).items():

@@ -21,12 +21,7 @@ TUNING_PARTS = 5
 
 
 class Normalise:
-    """Compute (x / 255 - mean) / std per channel of uint8 inputs.
-
-    Args:
-        mean: Mean of x / 255, `(channels, 1, ...)`.
-        std: Standard deviation of x / 255, `(channels, 1, ...)`.
-    """
+    """Compute (x / 255 - mean) / std per channel of uint8 inputs; mean and std of x / 255 are `(channels, 1, ...)`."""
 
     def __init__(self, mean: Tensor, std: Tensor) -> None:
         self.mean = mean
@@ -38,13 +33,7 @@ class Normalise:
 
 
 class TensorSet(Dataset):
-    """Inputs and labels in memory, indexed by example or by batch.
-
-    Args:
-        inputs: `(examples, channels, *sizes)`, float32, or uint8 with `normalise`.
-        labels: int64 `(examples,)`.
-        normalise: Converts a batch to float32; None if inputs are normalised already.
-    """
+    """Inputs, float32 or uint8 with `normalise`, and int64 labels in memory, indexed by example or by batch."""
 
     def __init__(self, inputs: Tensor, labels: Tensor, normalise: Normalise | None = None) -> None:
         self.inputs = inputs
@@ -89,13 +78,8 @@ def normalisation(name: str, measure: Callable[[], tuple[Tensor, Tensor]]) -> No
 def image_sets(
     train_inputs: Tensor, train_labels: Tensor, val_inputs: Tensor, val_labels: Tensor, normalise: str = "measured"
 ) -> tuple[TensorSet, TensorSet]:
-    """Build both sets, normalised by (x - mean) / std per channel; statistics are those of the training inputs.
-
-    Args:
-        train_inputs, val_inputs: Floats, normalised here, or bytes, which remain bytes and are normalised when read.
-        train_labels, val_labels: Their labels.
-        normalise: The `normalisation` of bytes.
-    """
+    """Build both sets, normalised by (x - mean) / std per channel; statistics are those of the training inputs."""
+    # Floats are normalised here; bytes remain bytes and are normalised, as `normalisation` says, when they are read.
     if train_inputs.is_floating_point():
         mean, std = channel_statistics(train_inputs)
         return TensorSet((train_inputs - mean) / std, train_labels), TensorSet((val_inputs - mean) / std, val_labels)
@@ -104,15 +88,8 @@ def image_sets(
 
 
 def channel_statistics(inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Measure mean and standard deviation of every channel.
-
-    Args:
-        inputs: `(examples, channels, *sizes)`, values in [0, 1].
-
-    Returns:
-        Two tensors `(channels, 1, ...)` that broadcast over `inputs`; the standard deviation is at least one
-        step of 8-bit data, so that constant channels give finite values.
-    """
+    """Measure mean and standard deviation `(channels, 1, ...)` of inputs `(examples, channels, *sizes)` in [0, 1]."""
+    # The standard deviation is at least one step of 8-bit data, so that constant channels give finite values.
     others = [axis for axis in range(inputs.ndim) if axis != 1]
     mean = inputs.mean(others, keepdim=True)
     std = inputs.std(others, keepdim=True, correction=0).clamp(min=1 / 255)
@@ -131,22 +108,8 @@ def byte_statistics(inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def balanced_subset(labels: Tensor, size: int | None, seed: int, name: str) -> Tensor:
-    """Select `size` random examples, with numbers per class as equal as possible.
-
-    With the same seed, a smaller selection is a subset of a larger one.
-
-    Args:
-        labels: int64 `(examples,)`.
-        size: Number of examples; None selects all.
-        seed: Seed of the selection.
-        name: Name of the setting `size`, for the error.
-
-    Returns:
-        Indices of the selected examples, increasing.
-
-    Raises:
-        ValueError: size is smaller than the number of classes or larger than the number of examples.
-    """
+    """Return increasing indices of `size` random examples (None: all), with numbers per class as equal as possible."""
+    # With the same seed, a smaller selection is a subset of a larger one.
     if size is None:
         return torch.arange(len(labels))
     fewest = len(labels.unique())
@@ -160,17 +123,9 @@ def balanced_subset(labels: Tensor, size: int | None, seed: int, name: str) -> T
 
 
 def split_for_tuning(labels: Tensor, seed: int, groups: Sequence[Hashable] | None = None) -> tuple[Tensor, Tensor]:
-    """Hold out a fifth of each class; returns the indices of the other examples, then of those held out.
-
-    Args:
-        labels: int64 `(examples,)`.
-        seed: Seed of the split.
-        groups: Group of every example; those of one group are in the same part, as a fifth of the groups of each class
-            is held out by the label of their first example.
-
-    Raises:
-        ValueError: a class has fewer than two examples, or groups.
-    """
+    """Hold out a fifth of each class; returns the indices of the other examples, then of those held out."""
+    # Examples of one group are in the same part, as a fifth of the groups of each class is held out by the label of
+    # their first example.
     members = range(len(labels)) if groups is None else groups
     numbers = Counter(label for label, _ in {*zip(labels.tolist(), members, strict=True)})
     if (fewest := min(numbers.values())) < 2:
@@ -187,20 +142,8 @@ def split_for_tuning(labels: Tensor, seed: int, groups: Sequence[Hashable] | Non
 
 
 def folds_of(labels: Tensor, folds: int, seed: int, groups: Sequence[Hashable] | None = None) -> Tensor:
-    """Assign every example to a fold, with equal shares of every class.
-
-    Args:
-        labels: int64 `(examples,)`.
-        folds: Number of folds.
-        seed: Seed of the assignment.
-        groups: Group of every example; those of one group are in the same fold, shares are then approximate.
-
-    Returns:
-        int64 `(examples,)`, from 0 to folds - 1.
-
-    Raises:
-        ValueError: a class has fewer examples, or groups, than there are folds.
-    """
+    """Assign every example to a fold, int64 `(examples,)` from 0 to folds - 1, with equal shares of every class."""
+    # Examples of one group are in the same fold; shares are then approximate.
     members = range(len(labels)) if groups is None else groups
     numbers = Counter(label for label, _ in {*zip(labels.tolist(), members, strict=True)})
     if (fewest := min(numbers.values())) < folds:

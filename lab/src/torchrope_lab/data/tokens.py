@@ -23,28 +23,14 @@ LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True, eq=False)
 class Cloud:
-    """The points of one example.
+    """The points of one example."""
 
-    Attributes:
-        positions: float32 `(n, axes)`, in the unit of the data; in files relative to the minimum along each axis.
-        features: float32 `(n, features)`; NaN if missing.
-    """
-
-    positions: Tensor
-    features: Tensor
+    positions: Tensor  # float32 `(n, axes)`, in the unit of the data; in files relative to the minimum along each axis
+    features: Tensor  # float32 `(n, features)`; NaN if missing
 
     @classmethod
     def of(cls, positions: Tensor, features: Tensor, relative: bool = True) -> "Cloud":
-        """Check and convert points; those without a position are left out.
-
-        Args:
-            positions: float64 `(n, axes)`.
-            features: float64 `(n, features)`.
-            relative: Whether positions become relative to the minimum along each axis.
-
-        Raises:
-            ValueError: no point has a position, or a number is infinite or beyond float32.
-        """
+        """Check and convert points, float64; those without a position are left out."""
         placed = ~positions.isnan().any(dim=1)
         positions, features = positions[placed], features[placed]
         if not len(positions):
@@ -59,25 +45,17 @@ class Cloud:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Convert points to tokens, with statistics of the training examples.
+    """Convert points to tokens, with statistics of the training examples."""
 
-    A token is (x - mean) / std of each feature x, 0 if missing; with `missing`, an indicator per feature, 1 if missing;
-    and with `coordinates`, the position relative to the mean of the example's points, divided by extent / 2.
+    # A token is (x - mean) / std of each feature x, 0 if missing; with `missing`, an indicator per feature, 1 if
+    # missing; and with `coordinates`, the position relative to the mean of the example's points, divided by extent / 2.
 
-    Attributes:
-        mean, std: Statistics of each feature over the points where it is known.
-        missing: Whether any feature of any point is missing.
-        coordinates: Whether tokens include coordinates.
-        scale: Length of one unit of position along each axis.
-        extent: Mean extent of the examples along each axis; the unit if it is 0.
-    """
-
-    mean: Tensor
+    mean: Tensor  # of each feature over the points where it is known
     std: Tensor
-    missing: bool
+    missing: bool  # whether any feature of any point is missing
     coordinates: bool
-    scale: tuple[float, ...]
-    extent: tuple[float, ...]
+    scale: tuple[float, ...]  # length of one unit of position along each axis
+    extent: tuple[float, ...]  # mean of the examples along each axis; the unit if it is 0
 
     @property
     def channels(self) -> int:
@@ -99,11 +77,7 @@ class Tokens:
 def measure_tokens(
     train: Sequence[Cloud], val: Sequence[Cloud], *, coordinates: bool, scale: Sequence[float] | None
 ) -> Tokens:
-    """Measure the attributes of `Tokens` on the training examples, and `missing` on all examples.
-
-    Raises:
-        ValueError: scale is neither one number nor one per axis.
-    """
+    """Measure the attributes of `Tokens` on the training examples, and `missing` on all examples."""
     features = torch.cat([cloud.features for cloud in train]).double()
     mean = features.nanmean(dim=0).nan_to_num(nan=0.0)
     std = (features - mean).square().nanmean(dim=0).sqrt().nan_to_num(nan=0.0)
@@ -126,24 +100,13 @@ def measure_tokens(
 
 @dataclass(eq=False)
 class CloudSet(Dataset):
-    """Point sets in memory; a batch is `(examples, n, channels + axes)`, padded to its largest number of points n.
-
-    Attributes:
-        clouds: The examples.
-        samples: Name and label of each example.
-        tokens: Converts points to tokens.
-        size: Largest number of points per example; larger examples are subsampled at random.
-        seed: Seed of subsampling and augmentation.
-        augment: The augmentation; None for none.
-        plane: Plane of random rotations; None for none.
-        labels: Label of each example, int64.
-    """
+    """Point sets in memory; a batch is `(examples, n, channels + axes)`, padded to its largest number of points n."""
 
     clouds: Sequence[Cloud]
-    samples: Sequence[Sample]
+    samples: Sequence[Sample]  # name and label of each example
     tokens: Tokens
-    size: int
-    seed: int
+    size: int  # largest number of points per example; larger examples are subsampled at random
+    seed: int  # of subsampling and augmentation
     augment: AugmentConfig | None = None
     plane: "RotationPlane | None" = None
     labels: Tensor = field(init=False)
@@ -201,23 +164,14 @@ class CloudSet(Dataset):
 
 @dataclass(frozen=True)
 class RotationPlane:
-    """The plane of random rotations.
-
-    Attributes:
-        axes: The two columns of positions.
-        vectors: Pairs of feature columns that rotate with the positions.
-    """
+    """The plane of random rotations: two columns of positions, and pairs of feature columns that rotate with them."""
 
     axes: tuple[int, int]
     vectors: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, augment: AugmentConfig, axes: Sequence[str], features: Sequence[str]) -> "RotationPlane | None":
-        """Return the plane of `augment.rotate`; None if it is not set.
-
-        Raises:
-            ValueError: `augment.rotate` contains a name that is not an axis.
-        """
+        """Return the plane of `augment.rotate`; None if it is not set."""
         if augment.rotate is None:
             return None
         if not {*augment.rotate} <= {*axes}:
@@ -237,16 +191,7 @@ def augment_points(
     scale: Sequence[float],
     draws: Draws,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate, shift, jitter and drop the points of a batch, in this order.
-
-    Args:
-        features: `(batch, n, features)`.
-        positions: `(batch, n, axes)`, NaN for missing points.
-        augment: The settings.
-        plane: The plane of rotation; None for no rotation.
-        scale: Length of one unit of position along each axis.
-        draws: Random numbers of the batch.
-    """
+    """Rotate, shift, jitter and drop the points of a batch `(batch, n, axes)`, NaN if missing, in this order."""
     _, n, axes = positions.shape
     unit = positions.new_tensor(scale)
     if plane is not None:
@@ -289,11 +234,7 @@ def normal(draws: Draws, purpose: str, count: int) -> Tensor:
 
 
 class TokensModule(DataModule):
-    """Base class of point data without a grid. A subclass implements `clouds`, which may set `axes` and `features`.
-
-    Attributes:
-        features: Names of the features of a point.
-    """
+    """Base class of point data without a grid. A subclass implements `clouds`, which may set `axes` and `features`."""
 
     lattice = False
     input_size = ()
@@ -302,11 +243,7 @@ class TokensModule(DataModule):
     config: TokensConfig
 
     def clouds(self) -> tuple[list[Cloud], list[Sample], list[Cloud], list[Sample]]:
-        """Return the training examples, their names and labels, then the same for validation.
-
-        Raises:
-            ValueError: the data is missing or cannot be used; the message is one line.
-        """
+        """Return the training examples, their names and labels, then the same for validation."""
         raise NotImplementedError
 
     def select(
@@ -349,11 +286,7 @@ class TokensModule(DataModule):
 
 
 def classes_of(labels: Iterable[str], source: str) -> tuple[str, ...]:
-    """Return the different labels, numbers first in numerical order.
-
-    Raises:
-        ValueError: there are fewer than two.
-    """
+    """Return the different labels, numbers first in numerical order."""
     classes = sorted(
         {*labels}, key=lambda name: (float(name) if name.replace(".", "", 1).isdecimal() else math.inf, name)
     )

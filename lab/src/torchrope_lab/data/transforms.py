@@ -13,26 +13,9 @@ INTERPOLATION = {1: "linear", 2: "bilinear", 3: "trilinear"}
 
 
 def shuffle_patches(inputs: Tensor, patch_size: int | Sequence[int | None], generator: torch.Generator) -> Tensor:
-    """Permute the patches of every sample, each with its own random permutation.
-
-    The contents of the patches are unchanged, so a model with the same accuracy on the result does not use the
-    positions of the patches. This is the test in LieRE (Ostmeier et al., arXiv:2406.10322).
-
-    Args:
-        inputs: `(batch, channels, *sizes)`.
-        patch_size: Extent of a patch, one number or one per axis; None for a whole axis, as of frames.
-        generator: Generator of the permutations, on any device.
-
-    Returns:
-        Shuffled inputs, same shape.
-
-    Raises:
-        ValueError: a size is not divisible by its patch.
-
-    Example:
-        >>> shuffle_patches(torch.arange(6).view(1, 1, 6), 2, torch.Generator().manual_seed(0)).shape
-        torch.Size([1, 1, 6])
-    """
+    """Permute the patches of every sample with its own random permutation; None in `patch_size` is a whole axis."""
+    # The contents of the patches are unchanged, so a model with the same accuracy on the result does not use the
+    # positions of the patches. This is the test in LieRE (Ostmeier et al., arXiv:2406.10322).
     batch, channels, *sizes = inputs.shape
     if not isinstance(patch_size, int):
         patch_size = tuple(sizes[axis] if extent is None else extent for axis, extent in enumerate(patch_size))
@@ -58,21 +41,7 @@ def shuffle_patches(inputs: Tensor, patch_size: int | Sequence[int | None], gene
 
 
 def shuffle_positions(inputs: Tensor, channels: int, generator: torch.Generator) -> Tensor:
-    """Permute the positions of the tokens of every sample, each with its own random permutation; tokens stay in place.
-
-    Args:
-        inputs: Tokens and positions `(batch, n, channels + axes)`; padding rows are NaN and stay.
-        channels: Length of a token.
-        generator: Generator of the permutations, on any device.
-
-    Returns:
-        Shuffled inputs, same shape.
-
-    Example:
-        >>> inputs = torch.tensor([[[1.0, 5.0], [2.0, 6.0], [float("nan")] * 2]])
-        >>> shuffle_positions(inputs, 1, torch.Generator().manual_seed(0))[0, :2].sum(dim=0)
-        tensor([ 3., 11.])
-    """
+    """Permute the positions of each sample's tokens, `(batch, n, channels + axes)`; tokens and NaN padding stay."""
     tokens, positions = inputs[..., :channels], inputs[..., channels:]
     padding = positions.isnan().any(dim=-1)
     keys = torch.rand(padding.shape, generator=generator, device=generator.device).to(inputs.device)
@@ -86,24 +55,8 @@ def shuffle_positions(inputs: Tensor, channels: int, generator: torch.Generator)
 
 
 def resize(inputs: Tensor, size: int | Sequence[int]) -> Tensor:
-    """Resample the axes to `size` by linear interpolation between pixel centres.
-
-    With two axes, downsampling is anti-aliased; with one or three it is not.
-
-    Args:
-        inputs: Floating point `(batch, channels, *sizes)` with one to three axes.
-        size: New extent, one number or one per axis.
-
-    Returns:
-        `(batch, channels, *size)`.
-
-    Raises:
-        ValueError: inputs have another number of axes.
-
-    Example:
-        >>> resize(torch.zeros(2, 1, 8, 8), 16).shape
-        torch.Size([2, 1, 16, 16])
-    """
+    """Resample the axes to `size` by linear interpolation between pixel centres."""
+    # With two axes, downsampling is anti-aliased; with one or three it is not.
     axes = inputs.ndim - 2
     if axes not in INTERPOLATION:
         raise Mistake(f"inputs must have 1 to 3 axes after batch and channels, got {axes}")
@@ -114,12 +67,7 @@ def resize(inputs: Tensor, size: int | Sequence[int]) -> Tensor:
 
 
 def resize_bytes(inputs: Tensor, size: int | Sequence[int]) -> Tensor:
-    """Resample uint8 inputs like `resize`, rounding to bytes, in chunks of 4096 examples.
-
-    Example:
-        >>> resize_bytes(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), 16).dtype
-        torch.uint8
-    """
+    """Resample uint8 inputs like `resize`, rounding to bytes, in chunks of 4096 examples."""
     if _one_per_axis(size, inputs.ndim - 2, "size") == tuple(inputs.shape[2:]):
         return inputs
     parts = [resize(part.float(), size).round_().clamp_(0, 255).to(torch.uint8) for part in inputs.split(4096)]

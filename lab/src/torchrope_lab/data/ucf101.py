@@ -18,17 +18,11 @@ EXPECTED = f"UCF101 ({LAYOUT})"
 
 
 class UCF101(Videos):
-    """13,320 videos of 101 human actions, validated on the test list of the official split.
+    """13,320 videos of 101 human actions, validated on the test list of the official split."""
 
-    Videos come in groups with the same people and backgrounds; the official lists put all videos of a group in the same
-    part. Listed videos that do not exist are skipped and count towards max_skipped like damaged ones.
-
-    Source: K. Soomro, A. Zamir, M. Shah, UCF101: A Dataset of 101 Human Actions Classes From Videos in The Wild,
-    arXiv:1212.0402, 2012.
-
-    Raises:
-        ValueError: root, its videos or its lists are missing or have another format.
-    """
+    # Source: K. Soomro, A. Zamir, M. Shah, UCF101: A Dataset of 101 Human Actions Classes From Videos in The Wild,
+    # arXiv:1212.0402, 2012. Videos come in groups with the same people and backgrounds; the official lists put all
+    # videos of a group in the same part. Listed videos that do not exist are skipped and count towards max_skipped.
 
     name = "ucf101"
     title = "UCF101"
@@ -66,11 +60,7 @@ class UCF101(Videos):
 
 
 def read_classes(path: Path) -> tuple[str, ...]:
-    """Read classInd.txt, "1 ApplyEyeMakeup" and so on, into the names in the order of their numbers.
-
-    Raises:
-        ValueError: the file cannot be read, or does not number two or more classes from 1 up.
-    """
+    """Read classInd.txt, "1 ApplyEyeMakeup" and so on, into the names in the order of their numbers."""
     names: dict[str, str] = {}
     for words in _lines(path):
         if len(words) != 2:
@@ -82,11 +72,7 @@ def read_classes(path: Path) -> tuple[str, ...]:
 
 
 def read_list(path: Path, classes: tuple[str, ...]) -> list[Sample]:
-    """Read a list of videos, "<class>/<file>" with or without the number of the class after it.
-
-    Raises:
-        ValueError: the list cannot be read, is empty, or contains an unknown class, or a class with another number.
-    """
+    """Read a list of videos, "<class>/<file>" with or without the number of the class after it."""
     known = {name: label for label, name in enumerate(classes)}
     samples = []
     for video, *number in _lines(path):

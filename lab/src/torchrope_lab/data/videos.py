@@ -49,19 +49,13 @@ ReadClips = Callable[[Path], Tensor]
 
 @dataclass(frozen=True)
 class RandomClip:
-    """Reader of one random clip of a video with one random crop for all frames, from torch's global generator.
+    """Reader of one random clip of a video with one random crop for all frames, from torch's global generator."""
 
-    All frames of a video are decoded at once and cached, unless they are too many or one is damaged.
-
-    Attributes:
-        frames: Frames of the clip.
-        stride: Frames of the video for each of the clip.
-        crop: The random crop; larger frames are decoded with a shorter side of twice its size.
-        cache: Cache of the frames.
-    """
+    # All frames of a video are decoded at once and cached, unless they are too many or one is damaged. Frames are
+    # decoded with a shorter side of twice the crop's size if they are larger.
 
     frames: int
-    stride: int
+    stride: int  # frames of the video for each of the clip
     crop: CropTransform
     cache: ExampleCache
 
@@ -89,22 +83,13 @@ class RandomClip:
 
 @dataclass(frozen=True)
 class FixedClips:
-    """Reader of evenly spaced clips and crops of a video: temporal segments × crops.
-
-    Attributes:
-        frames: Frames of a clip.
-        stride: Frames of the video for each of the clip.
-        size: Pixels per side of a crop.
-        resized: Pixels to which the shorter side is resized before cropping.
-        views: (segments, crops); (1, 1) is the central clip and crop.
-        cache: Cache of the clips.
-    """
+    """Reader of evenly spaced clips and crops of a video: temporal segments × crops."""
 
     frames: int
-    stride: int
-    size: int
-    resized: int
-    views: tuple[int, int]
+    stride: int  # frames of the video for each of the clip
+    size: int  # pixels per side of a crop
+    resized: int  # pixels to which the shorter side is resized before cropping
+    views: tuple[int, int]  # (segments, crops); (1, 1) is the central clip and crop
     cache: ExampleCache
 
     def __call__(self, path: Path) -> Tensor:
@@ -140,18 +125,12 @@ class ClipSet(StreamedSet):
 
 
 class Videos(DataModule):
-    """Videos from `root`, either root/train/<class>/* with root/val/<class>/*, or root/<class>/*.
+    """Videos from `root`, either root/train/<class>/* with root/val/<class>/*, or root/<class>/*."""
 
-    Without train and val, a fifth of each class is held out by a hash of path and `split_seed`. Training clips start at
-    a random frame and are random crops of 8 to 100 % of the area; they are flipped only if `augment.flip` is set,
-    because direction may define classes. Validation uses the central clip and crop.
-
-    Files are decoded with PyAV during training. Every file is opened once in `setup`; files that cannot be opened, or
-    are found damaged during training, are skipped, up to `max_skipped`.
-
-    Raises:
-        ValueError: root is missing, is not a readable folder, or has another layout.
-    """
+    # Without train and val, a fifth of each class is held out by a hash of path and `split_seed`. Training clips start
+    # at a random frame and are random crops of 8 to 100 % of the area; they are flipped only if `augment.flip` is set,
+    # because direction may define classes. Every file is opened once in `setup`; files that cannot be opened, or are
+    # found damaged during training, are skipped, up to `max_skipped`.
 
     name = "videos"
     axes = ("time", "height", "width")
@@ -259,20 +238,9 @@ class Videos(DataModule):
 
 
 def read_clips(path: Path, choose_frames: Callable[[int], list[list[int]]], side: int | None = None) -> list[Tensor]:
-    """Decode clips of a video, from the keyframe before each clip to its last frame.
-
-    Args:
-        path: The video.
-        choose_frames: Maps the number of frames to the indices of each clip's frames, never decreasing.
-        side: Shorter side in pixels to which frames of at least twice that size are reduced.
-
-    Returns:
-        uint8 `(frames, 3, height, width)` for every clip, rotated as the file says.
-
-    Raises:
-        ValueError: the file is not a video, or frames are missing or damaged.
-        OSError: it cannot be opened.
-    """
+    """Decode clips, uint8 `(frames, 3, height, width)`, from the keyframe before each to its last frame."""
+    # `choose_frames` maps the number of frames to the indices of each clip's frames, never decreasing. Frames of at
+    # least twice `side` are reduced to that shorter side, and rotated as the file says.
     with open_video(path) as video:
         return [video.read(indices, side) for indices in choose_frames(video.count)]
 
@@ -286,18 +254,10 @@ def reduced(height: int, width: int, side: int | None) -> tuple[int, int]:
 
 
 class OpenVideo:
-    """The video stream of an open file.
+    """The video stream of an open file."""
 
-    Args:
-        container: The file, opened by PyAV.
-
-    Attributes:
-        count: Number of frames: from the header, or by counting packets if the header lacks it.
-        height, width: Pixels of a frame as it is stored, before the rotation that the file asks for.
-
-    Raises:
-        ValueError: there is no video stream, or it has no frames.
-    """
+    # `count` is that of the header, or of packets if the header lacks it; `height` and `width` are those of a frame as
+    # it is stored, before the rotation that the file asks for.
 
     def __init__(self, container: Any) -> None:
         if not container.streams.video:
@@ -324,11 +284,7 @@ class OpenVideo:
         raise Mistake("a video must have 1 frame or more that can be decoded, got 0")
 
     def read(self, indices: Sequence[int], side: int | None = None) -> Tensor:
-        """Decode the frames at `indices`; if the container's times have gaps, the next existing frame.
-
-        Returns:
-            uint8 `(frames, 3, height, width)`.
-        """
+        """Decode the frames at `indices`, in gaps the next existing one: uint8 `(frames, 3, height, width)`."""
         pictures: list[Tensor] = []
         at, frame = -1, None
         for at, frame in self._decode_before(indices[0]):
@@ -367,11 +323,7 @@ class OpenVideo:
 
 @contextmanager
 def open_video(path: Path) -> Iterator[OpenVideo]:
-    """Open a video file.
-
-    Raises:
-        ValueError, OSError: see `read_clips`.
-    """
+    """Open a video file."""
     try:
         with av.open(str(path)) as container:
             yield OpenVideo(container)

@@ -67,23 +67,14 @@ ReadSlice = Callable[[Path], Tensor]
 
 @dataclass(frozen=True)
 class Volume:
-    """Files and voxel spacing of a volume.
+    """Files and voxel spacing of a volume."""
 
-    Attributes:
-        name: Name of the volume in sample lists and messages.
-        paths: A NIfTI file, or the slices of a DICOM series in their order, below root.
-        spacing: mm between slices, rows and columns.
-        shape: Slices, rows and columns.
-        patient: Patient id; volumes of one patient are in the same part of the split.
-        largest_step: Largest distance in mm of neighbouring slices; 0 if they are evenly spaced by definition.
-    """
-
-    name: str
-    paths: tuple[str, ...]
-    spacing: Spacing
-    shape: tuple[int, int, int]
-    patient: str
-    largest_step: float = 0.0
+    name: str  # in sample lists and messages
+    paths: tuple[str, ...]  # a NIfTI file, or the slices of a DICOM series in their order, below root
+    spacing: Spacing  # mm between slices, rows and columns
+    shape: tuple[int, int, int]  # slices, rows and columns
+    patient: str  # id; volumes of one patient are in the same part of the split
+    largest_step: float = 0.0  # largest distance in mm of neighbouring slices; 0 if evenly spaced by definition
 
 
 class VolumeSet(StreamedSet):
@@ -162,25 +153,16 @@ class VolumeSet(StreamedSet):
 
 
 class Volumes(DataModule):
-    """Volumes below `root`, DICOM series or NIfTI files, labelled by a CSV file with the columns study and label.
+    """Volumes below `root`, DICOM series or NIfTI files, labelled by a CSV file with the columns study and label."""
 
-    Without `labels` and without root/labels.csv the class is the folder: root/<class>/* or root/train/<class>/* with
-    root/val/<class>/*, where each NIfTI file, at any depth, and each folder or study of DICOM files is a volume.
-
-    A study is the path of a NIfTI file or of a folder with one series, a StudyInstanceUID (of several series the one
-    with most slices is taken) or a SeriesInstanceUID. An optional column part contains train or val, for all volumes of
-    the patient; of patients without it, a fifth of each class is held out by a hash of patient and `split_seed`.
-
-    Volumes are oriented as in DICOM: slices towards the head, rows towards the back, columns towards the patient's left
-    (axial series and all NIfTI files). They are read during training; unreadable ones are skipped, up to `max_skipped`.
-
-    Attributes:
-        root: Folder that the paths of volumes are relative to.
-        read_slice: Reads the values of a DICOM file.
-
-    Raises:
-        ValueError: root or the CSV file is missing or not as described.
-    """
+    # Without `labels` and without root/labels.csv the class is the folder: root/<class>/* or root/train/<class>/* with
+    # root/val/<class>/*, where each NIfTI file, at any depth, and each folder or study of DICOM files is a volume. A
+    # study is the path of a NIfTI file or of a folder with one series, a StudyInstanceUID (of several series the one
+    # with most slices is taken) or a SeriesInstanceUID. An optional column part contains train or val, for all volumes
+    # of the patient; of patients without it, a fifth of each class is held out by a hash of patient and `split_seed`.
+    # Volumes are oriented as in DICOM: slices towards the head, rows towards the back, columns towards the patient's
+    # left (axial series and all NIfTI files). They are read during training; unreadable ones are skipped, up to
+    # `max_skipped`.
 
     name = "volumes"
     axes = ("depth", "height", "width")
@@ -216,10 +198,7 @@ class Volumes(DataModule):
         return root
 
     def labelled(self) -> list[tuple[Volume, int, str]]:
-        """Find the volumes with their labels and parts ("train", "val", or "" to be split here).
-
-        Sets `skipped`.
-        """
+        """Find the volumes with their labels and parts ("train", "val", or "" to be split here), and set `skipped`."""
         folders = [folder / name for folder in self.folders.values() for name in self.classes] or [self.root]
         files = [path for folder in folders for path in files_below(folder, self.root)]
         read = [path for path in files if _is_nifti(path) or Path(path).suffix.lower() in DICOM_EXTENSIONS]
@@ -269,11 +248,7 @@ class Volumes(DataModule):
         )
 
     def datasets(self) -> tuple[VolumeSet, VolumeSet]:
-        """Read the headers, split, choose `train_size` and `val_size` volumes, measure mean and std.
-
-        Raises:
-            ValueError: a class has no volumes in a part, a patient has some in both, or all volumes have one patient.
-        """
+        """Read the headers, split, choose `train_size` and `val_size` volumes, measure mean and std."""
         config, cache = self.config, ExampleCache(self.config.cache_gib)
         found = {volume.name: (volume, label, part) for volume, label, part in self.labelled()}
         patients = {volume.patient for volume, _, _ in found.values()}
@@ -320,19 +295,7 @@ class Volumes(DataModule):
 
 
 def apply_windows(values: Tensor, windows: Sequence[Window]) -> Tensor:
-    """Map [centre - width / 2, centre + width / 2] linearly to [0, 1], clipped, one channel per window.
-
-    Args:
-        values: Any shape.
-        windows: (centre, width) in the units of the values.
-
-    Returns:
-        `(windows, *shape)`.
-
-    Example:
-        >>> apply_windows(torch.tensor([0.0, 40.0, 500.0]), [(40, 80)])
-        tensor([[0.0000, 0.5000, 1.0000]])
-    """
+    """Map [centre - width / 2, centre + width / 2] linearly to [0, 1], clipped: `(windows, *shape)`."""
     return torch.stack([((values - centre) / width + 0.5).clamp(0, 1) for centre, width in windows])
 
 
@@ -343,12 +306,7 @@ def percentile_window(values: Tensor) -> Window:
 
 
 def read_volume(root: Path, paths: Sequence[str], read_slice: ReadSlice = read_slice) -> Tensor:
-    """Read a NIfTI file or the slices of a series: float32 `(slices, rows, columns)`.
-
-    Raises:
-        ValueError: a file is damaged or has another format.
-        OSError: a file cannot be read; nibabel's errors are of several other kinds, too.
-    """
+    """Read a NIfTI file or the slices of a series: float32 `(slices, rows, columns)`."""
     if _is_nifti(paths[0]):
         with np.errstate(over="ignore", invalid="ignore"):
             # from (right, front, head) to (slices up, rows to the back, columns to the left)
@@ -368,18 +326,10 @@ def read_volume(root: Path, paths: Sequence[str], read_slice: ReadSlice = read_s
 def find_volumes(
     root: Path, files: Sequence[str] | None = None, *, by_folder: bool = False
 ) -> tuple[dict[str, Volume], list[Fault]]:
-    """Find volumes from the headers of files: NIfTI files, and DICOM series.
-
-    Args:
-        root: The folder.
-        files: Paths below it; by default all.
-        by_folder: Whether a series in several folders is several volumes. A volume then has one name, its folder, with
-            the study if the folder has several; of several series of a study the one with most slices is taken.
-
-    Returns:
-        Volumes by every name that a table may use (path, folder, StudyInstanceUID, SeriesInstanceUID), and the unusable
-        files and studies.
-    """
+    """Return volumes by every name that a table may use, and unusable files and studies, from headers below `root`."""
+    # Names are path, folder, StudyInstanceUID, SeriesInstanceUID. With `by_folder`, a series in several folders is
+    # several volumes. A volume then has one name, its folder, with the study if the folder has several; of several
+    # series of a study the one with most slices is taken.
     files = files_below(root, root) if files is None else files
     volumes: dict[str, Volume] = {}
     faults: list[Fault] = []
@@ -441,12 +391,7 @@ def series_volumes(headers: Mapping[str, Header], *, by_folder: bool = False) ->
 
 
 def nifti_volume(root: Path, path: str) -> Volume:
-    """Read the header of a NIfTI file.
-
-    Raises:
-        ValueError: the volume does not have three axes, is empty, has a voxel size that is not positive, has
-            non-numeric values or an infinite scaling, or is larger than the file can hold.
-    """
+    """Read the header of a NIfTI file."""
     image = _load_nifti(root / path)
     if len(image.shape) != 3:
         raise Mistake(f"a volume must have three axes, got the shape {image.shape}")
@@ -464,15 +409,9 @@ def nifti_volume(root: Path, path: str) -> Volume:
 
 
 def read_labels(path: Path) -> list[tuple[str, str, str, str]]:
-    """Read a table of studies: (study, label, part, patient), the last two "" if the table has none.
-
-    The columns may have other names, in any case and with spaces or underscores: file, path, id or name; class or
-    target; split; PatientID, subject or subject_id. A warning names columns that are not read.
-
-    Raises:
-        ValueError: it cannot be read, lacks a column or a value, is empty, has several columns for study, label,
-            part or patient, or a part other than train and val.
-    """
+    """Read a table of studies: (study, label, part, patient), the last two "" if the table has none."""
+    # The columns may have other names, in any case and with spaces or underscores: file, path, id or name; class or
+    # target; split; PatientID, subject or subject_id. A warning names columns that are not read.
     rows = read_table(path, (), EXPECTED)
     columns = [_column(name, list(rows[0]), path) for name in COLUMNS]
     if unread := [repr(name) for name in rows[0] if name not in columns]:
@@ -508,11 +447,7 @@ def _column(name: str, columns: Sequence[str], path: Path) -> str:
 
 
 def read_table(path: Path, columns: Sequence[str], expected: str) -> list[dict[str, str]]:
-    """Read a CSV file whose first line names the columns.
-
-    Raises:
-        ValueError: it cannot be read, lacks one of `columns`, is empty, or has rows that are too long.
-    """
+    """Read a CSV file whose first line names the columns."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, restval="")

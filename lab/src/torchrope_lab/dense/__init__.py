@@ -74,15 +74,9 @@ def by_size(
 
 
 def per_device(count: Tensor, training: bool) -> Tensor:
-    """Compute the divisor of a sum of losses on a device: the total count of all devices, 1 or more, over their number.
-
-    Gradients, which are averaged over devices, are then those of one device with all examples. In evaluation, where a
-    device may work alone, it is the device's own count.
-
-    Args:
-        count: Number of objects or pixels in the sum on this device.
-        training: Whether the model is in training mode, in which all devices take the same steps.
-    """
+    """Compute the divisor of a device's sum of losses: the total count of all devices, 1 or more, over their number."""
+    # Gradients, which are averaged over devices, are then those of one device with all examples. In evaluation, where a
+    # device may work alone, it is the device's own count.
     if not (training and distributed.is_available() and distributed.is_initialized()):
         return count.clamp_min(1)
     total = count.clone()

@@ -25,12 +25,10 @@ from torchrope_lab.mistakes import Mistake
 
 
 class SemanticModel(DenseModel):
-    """Base class of UperNet and Mask2Former.
+    """Base class of UperNet and Mask2Former."""
 
-    Args:
-        backbone: Computes the feature maps. Four maps of one stride, as of layers of a plain ViT, go through `Rescale`.
-        classes: Names of the classes, in the order of the numbers in label maps.
-    """
+    # Four maps of one stride, as of layers of a plain ViT, go through `Rescale`. Classes are in the order of label
+    # maps.
 
     def __init__(self, backbone: Features, classes: Sequence[str]) -> None:
         super().__init__(backbone, classes)
@@ -113,13 +111,10 @@ class UperNet(SemanticModel):
         return enlarge(self.head(self.maps(images, mask)), self.strides[0], images.shape[-2:])
 
     def losses(self, images: Sequence[Tensor], targets: Sequence[Target]) -> dict[str, Tensor]:
-        """Compute the cross-entropy of the head, and that of the auxiliary head times its weight.
-
-        Both are means over the labelled pixels of the batches of all devices.
-
-        For a batch of one image, such as the last of an epoch, batch norms use their running statistics: the statistics
-        of one image pooled to one cell would be those of a single value.
-        """
+        """Compute the cross-entropy of the head, and that of the auxiliary head times its weight."""
+        # Both are means over the labelled pixels of the batches of all devices. For a batch of one image, such as the
+        # last of an epoch, batch norms use their running statistics: the statistics of one image pooled to one cell
+        # would be those of a single value.
         batch, mask = pad(images, self.backbone.size_divisor)
         truth = _padded_maps(targets, batch.shape[-2:])
         with _running_statistics(self) if len(images) == 1 else nullcontext():
@@ -209,11 +204,9 @@ class Mask2Former(SemanticModel):
         return shares.clamp_min(torch.finfo(shares.dtype).tiny).log()
 
     def losses(self, images: Sequence[Tensor], targets: Sequence[Target]) -> dict[str, Tensor]:
-        """Compute cross-entropy of the queries' classes, cross-entropy and Dice of their masks, summed over layers.
-
-        Losses of an image do not include the padding of the batch. As in Mask2Former's training, pixels without a class
-        count as outside of every mask, and the loss of classes is averaged on each device.
-        """
+        """Compute cross-entropy of the queries' classes, cross-entropy and Dice of their masks, summed over layers."""
+        # Losses of an image do not include the padding of the batch. As in Mask2Former's training, pixels without a
+        # class count as outside of every mask, and the loss of classes is averaged on each device.
         batch, mask = pad(images, self.backbone.size_divisor)
         classes, masks = self.head(self.maps(batch, mask))
         sizes = [tuple(image.shape[-2:]) for image in images]
@@ -225,11 +218,7 @@ class Mask2Former(SemanticModel):
 
 
 class Rescale(nn.Module):
-    """Rescale four maps of one stride to a pyramid: 4x and 2x by deconvolution, 1x, and 1/2 by max pooling (BEiT).
-
-    Args:
-        channels: Channels of each of the four maps.
-    """
+    """Rescale four maps of one stride to a pyramid: 4x and 2x by deconvolution, 1x, and 1/2 by max pooling (BEiT)."""
 
     def __init__(self, channels: Sequence[int]) -> None:
         super().__init__()
@@ -268,13 +257,7 @@ def layers_of_plain_vit(depth: int) -> tuple[int, int, int, int]:
 
 
 def enlarge(logits: Tensor, stride: float, size: Sequence[int]) -> Tensor:
-    """Resize a map bilinearly to the pixels of its image, and crop cells beyond the image's edge.
-
-    Args:
-        logits: `(batch, channels, ceil(height / stride), ceil(width / stride))`.
-        stride: Pixels between cells.
-        size: Height and width of the image.
-    """
+    """Resize a map, with cells of `stride` pixels, bilinearly to its image, and crop cells beyond the image's edge."""
     padded_size = [round(cells * stride) for cells in logits.shape[-2:]]
     wide = logits.to(wide_dtype(logits))
     return functional.interpolate(wide, padded_size, mode="bilinear")[..., : size[0], : size[1]]
@@ -304,14 +287,7 @@ class _Mask2FormerHead(Mask2FormerPreTrainedModel):
     def losses(
         self, classes: list[Tensor], masks: list[Tensor], present: list[Tensor], true_masks: list[Tensor]
     ) -> dict[str, Tensor]:
-        """Compute the losses by kind, weighted and summed over layers.
-
-        Args:
-            classes: Class logits of every layer, as `forward` returns them.
-            masks: Mask logits of every layer, as `forward` returns them.
-            present: Classes that occur in each image `(n,)`.
-            true_masks: Their masks `(n, height, width)`.
-        """
+        """Compute the losses by kind, weighted and summed over layers; true masks are `(n, height, width)`."""
         earlier = [
             {"masks_queries_logits": of_masks, "class_queries_logits": of_classes}
             for of_masks, of_classes in zip(masks[:-1], classes[:-1], strict=True)

@@ -19,23 +19,14 @@ Weights = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Ability:
-    """Target attention weights.
+    """Target attention weights."""
 
-    Attributes:
-        name: Name on the command line.
-        title: Title shown in the report.
-        weights: Weights of the keys.
-        of: Whether they are functions of the offset, or of the place of the key.
-        axes: The least number of axes with which it differs from other abilities.
-        marked: Whether only marked tokens are attended to, of which each query looks for the nearest.
-    """
-
-    name: str
+    name: str  # on the command line
     title: str
-    weights: Weights
-    of: Literal["offset", "place"] = "offset"
-    axes: int = 1
-    marked: bool = False
+    weights: Weights  # of the keys
+    of: Literal["offset", "place"] = "offset"  # whether they are functions of the offset, or of the place of the key
+    axes: int = 1  # the least number with which it differs from other abilities
+    marked: bool = False  # whether only marked tokens are attended to, of which each query looks for the nearest
 
 
 def at(*offset: int) -> Weights:
@@ -94,12 +85,8 @@ ABILITIES = {
 
 
 def weights_of(ability: Ability, places: Tensor) -> Tensor:
-    """Return W `(queries, keys)` in float64; rows of queries without such keys are 0.
-
-    Args:
-        ability: The ability, not `marked`.
-        places: Of the tokens `(tokens, axes)`, in tokens of the lattice that a probe is trained on.
-    """
+    """Return W `(queries, keys)` in float64; rows of queries without such keys are 0. `places` are `(tokens, axes)`."""
+    # Places are in tokens of the lattice that a probe is trained on.
     steps = places - places.unsqueeze(1) if ability.of == "offset" else places.expand(len(places), -1, -1)
     weights = ability.weights(steps)
     if ability.of == "offset":  # not of the query itself, whose symbol attention knows without positions
@@ -108,12 +95,7 @@ def weights_of(ability: Ability, places: Tensor) -> Tensor:
 
 
 def nearest_weights(marked: Tensor, places: Tensor) -> Tensor:
-    """Return W `(batch, queries, keys)` of the nearest marked token, shared equally by several.
-
-    Args:
-        marked: Whether each token is marked, `(batch, tokens)`.
-        places: Of the tokens, `(tokens, axes)`.
-    """
+    """Return W `(batch, queries, keys)` of the nearest token `marked` `(batch, tokens)`, shared equally by several."""
     distance = torch.cdist(places, places).fill_diagonal_(torch.inf).expand(len(marked), -1, -1)
     distance = distance.masked_fill(~marked.unsqueeze(1), torch.inf)
     nearest = (distance <= distance.amin(dim=2, keepdim=True) + 1e-9) & distance.isfinite()

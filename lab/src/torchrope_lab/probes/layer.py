@@ -31,27 +31,16 @@ MOST_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Condition:
-    """What differs from training when a probe is scored.
-
-    Attributes:
-        name: Name in results.
-        title: Title shown in the report.
-        factor: Tokens along each axis, in those of training.
-        spacing: Distance of neighbours, in that of training.
-        shift: Added to all positions, in tokens; infinity for the size of the lattice.
-        jitter: Standard deviation of noise on positions, in tokens.
-        method: How frequencies are scaled, see `torchrope.extend`.
-        half: Compute in bfloat16.
-    """
+    """What differs from training when a probe is scored."""
 
     name: str
     title: str
-    factor: float = 1.0
-    spacing: float = 1.0
-    shift: float = 0.0
-    jitter: float = 0.0
-    method: Method | None = None
-    half: bool = False
+    factor: float = 1.0  # tokens along each axis, in those of training
+    spacing: float = 1.0  # distance of neighbours, in that of training
+    shift: float = 0.0  # added to all positions, in tokens; infinity for the size of the lattice
+    jitter: float = 0.0  # standard deviation of noise on positions, in tokens
+    method: Method | None = None  # how frequencies are scaled, see `torchrope.extend`
+    half: bool = False  # compute in bfloat16
 
 
 TRAINED = Condition("trained", "As in training")
@@ -73,17 +62,7 @@ CONDITIONS = (
 
 
 class Probe(nn.Module):
-    """One layer of attention between an embedding of symbols and a linear map to their shares.
-
-    Args:
-        encoding: Name of the encoding.
-        sizes: Tokens along each axis in training.
-        head_dim: Channels of a head.
-        num_heads: Heads.
-
-    Raises:
-        ValueError: the encoding does not support the number of axes or channels.
-    """
+    """One layer of attention between an embedding of symbols and a linear map to their shares."""
 
     def __init__(self, encoding: str, sizes: Sequence[int], head_dim: int, num_heads: int) -> None:
         super().__init__()
@@ -108,13 +87,8 @@ class Probe(nn.Module):
         return [parameter for part in parts if part is not None for parameter in part.parameters()]
 
     def forward(self, symbols: Tensor, sizes: Sequence[int], places: Tensor) -> Tensor:
-        """Compute the shares of symbols `(batch, tokens, SYMBOLS)`.
-
-        Args:
-            symbols: `(batch, tokens)`, marked ones plus `SYMBOLS`.
-            sizes: Tokens along each axis.
-            places: Of the tokens `(tokens, axes)`, in tokens of the training lattice.
-        """
+        """Compute the shares of symbols, `(batch, tokens, SYMBOLS)`; a marked symbol is the symbol plus `SYMBOLS`."""
+        # `places` are `(tokens, axes)`, in tokens of the training lattice.
         x = self.embed(symbols)
         if self.absolute is not None:
             x = x + self.absolute(*sizes)
@@ -125,11 +99,7 @@ class Probe(nn.Module):
 
 
 def train_probe(encoding: str, ability: Ability, config: ProbesConfig, head_dim: int, seed: int) -> Probe:
-    """Train a probe; the same seed draws the same lattices for every encoding.
-
-    Raises:
-        ValueError: as `Probe`.
-    """
+    """Train a probe; the same seed draws the same lattices for every encoding."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         probe = Probe(encoding, config.sizes, head_dim, config.num_heads)
@@ -155,17 +125,9 @@ def train_probe(encoding: str, ability: Ability, config: ProbesConfig, head_dim:
 
 @torch.no_grad()
 def score(probe: Probe, ability: Ability, condition: Condition, examples: int) -> float | None:
-    """Return how much of the error of uniform attention is explained: 1 at best, 0 without positions.
-
-    Args:
-        probe: A trained probe.
-        ability: What it was trained for.
-        condition: What differs from training.
-        examples: Lattices of the training size; there are fewer of larger ones, with as many tokens in all.
-
-    Returns:
-        The score; None if the condition does not apply to the encoding, or has more than `MOST_TOKENS` tokens.
-    """
+    """Return how much of the error of uniform attention is explained: 1 at best, 0 without positions."""
+    # None if the condition does not apply to the encoding, or has more than `MOST_TOKENS` tokens. `examples` is the
+    # number of lattices of the training size; there are fewer of larger ones, with as many tokens in all.
     tokens = math.prod(round(condition.factor * size) for size in probe.sizes)
     if tokens > MOST_TOKENS or (not probe.moves and (condition.shift or condition.jitter)):
         return None

@@ -20,39 +20,23 @@ FILES = ("data_sets", "liere", "comrope", "rope-vit", "dense")
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings with their sources.
+    """Settings with their sources."""
 
-    Attributes:
-        name: Name, as in `--recipe NAME`.
-        settings: The settings, as a configuration file has them.
-        summary: What it trains, in a line.
-        source: Keys of papers in studies/published.yaml and places in them, "; " between; empty for own settings.
-        details: What the source states, and the code from which the rest is.
-        published: Published results by measure, such as {"top-1": "TITLE | NAME"}: the column, or a row whose columns
-            are encodings, of a table in studies/published.yaml. "TITLE | NAME | ENCODING" names the encoding to show
-            first, by default the recipe's.
-        hardware: What it was trained on.
-        commands: Commands that use it, without "torchrope".
-        notes: Differences from the paper, and choices that it leaves open.
-    """
+    # `published` names a column, or a row whose columns are encodings, of a table in studies/published.yaml.
+    # "TITLE | NAME | ENCODING" names the encoding to show first, by default the recipe's.
 
-    name: str
-    settings: dict[str, Any]
-    summary: str
-    source: str = ""
-    details: str = ""
-    published: dict[str, str] | None = None
-    hardware: str = ""
-    commands: Sequence[str] = ()
-    notes: Sequence[str] = ()
+    name: str  # as in `--recipe NAME`
+    settings: dict[str, Any]  # as a configuration file has them
+    summary: str  # what it trains, in a line
+    source: str = ""  # papers' keys of studies/published.yaml and places in them, "; " between; empty for own
+    details: str = ""  # what the source states, and the code from which the rest is
+    published: dict[str, str] | None = None  # by measure, such as {"top-1": "TITLE | NAME"}
+    hardware: str = ""  # what it was trained on
+    commands: Sequence[str] = ()  # that use it, without "torchrope"
+    notes: Sequence[str] = ()  # differences from the paper, and choices that it leaves open
 
     def text(self, source: str = "", results: Sequence[str] = ()) -> str:
-        """Return the recipe as YAML, below comments with its sources.
-
-        Args:
-            source: The source, written in full.
-            results: Sentences on published results.
-        """
+        """Return the recipe as YAML, below comments with its source and sentences on published results."""
         import yaml
 
         parts = [self.summary, f"{source}. {self.details}" if source else "", *results, self.hardware]
@@ -69,11 +53,7 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Recipe:
-    """Return a recipe.
-
-    Raises:
-        ValueError: no recipe has that name.
-    """
+    """Return a recipe."""
     if name not in names():
         raise Mistake(f"recipe must be one of {', '.join(names())}, got {name!r}")
     settings = copy.deepcopy(_resolved(name))
@@ -82,11 +62,7 @@ def find(name: str) -> Recipe:
 
 
 def settings(name: str) -> dict[str, Any]:
-    """Return the settings of a recipe as nested dicts.
-
-    Raises:
-        ValueError: no recipe has that name.
-    """
+    """Return the settings of a recipe as nested dicts."""
     return find(name).settings
 
 

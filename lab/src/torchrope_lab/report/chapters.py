@@ -19,45 +19,27 @@ LONG = 400
 
 @dataclass(frozen=True)
 class Drawing:
-    """A rendered figure or pictures, for the page and for Markdown.
+    """A rendered figure or pictures, for the page and for Markdown."""
 
-    Attributes:
-        name: Name of the file, and id on the page.
-        figure: What is drawn.
-        svg: Static drawing.
-        plot: The specification of a figure; None for pictures.
-        numbers: The numbers of a figure as a table; None if there are too many.
-    """
-
-    name: str
+    name: str  # of the file, and id on the page
     figure: Figure | Pictures
-    svg: str
-    plot: Plot | None = None
-    numbers: FormattedTable | None = None
+    svg: str  # static drawing
+    plot: Plot | None = None  # None for pictures
+    numbers: FormattedTable | None = None  # of a figure as a table; None if there are too many
 
 
 @dataclass(frozen=True)
 class Part:
-    """A study on one data set.
+    """A study on one data set."""
 
-    Attributes:
-        id: Id of the section on the page.
-        study: The result.
-        data: Title of the data set.
-        about: Sentence on the data and its size.
-        figures, pictures: Its drawings.
-        tables: Its tables.
-        facts: (name, value) pairs of provenance.
-    """
-
-    id: str
+    id: str  # of the section on the page
     study: StudyResult
-    data: str
-    about: str
+    data: str  # title of the data set
+    about: str  # sentence on the data and its size
     figures: list[Drawing]
     pictures: list[Drawing]
     tables: list[FormattedTable]
-    facts: list[tuple[str, str]]
+    facts: list[tuple[str, str]]  # (name, value) pairs of provenance
 
     @property
     def title(self) -> str:

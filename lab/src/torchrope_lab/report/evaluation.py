@@ -24,14 +24,10 @@ _OPTIONS = {
 
 
 def evaluation_table(measures: Mapping[str, Any], trained_at: Sequence[int]) -> str:
-    """Format the measures of `torchrope evaluate` as a table, without a final newline.
-
-    Args:
-        measures: For a classifier top1, interval, val_loss, shuffled_top1, resolutions, auroc and sensitivity (by
-            class), and the options given (crop_ratio, window_size, positions, normalise). For others miou, or ap and
-            ap50, the interval of the first, and images, their number.
-        trained_at: The training input size; () for tokens at any positions.
-    """
+    """Format the measures of `torchrope evaluate` as a table, without a final newline."""
+    # For a classifier top1, interval, val_loss, shuffled_top1, resolutions, auroc and sensitivity (by class), and the
+    # options given (crop_ratio, window_size, positions, normalise). For others miou, or ap and ap50, the interval of
+    # the first, and images, their number. `trained_at` is () for tokens at any positions.
     table = _of_classifier(measures, list(trained_at)) if "top1" in measures else _of_images(measures)
     options = [text.format(_listed(measures[name])) for name, text in _OPTIONS.items() if name in measures]
     return "\n\n".join(filter(None, [format_table(table).aligned(), _of_classes(measures), ", ".join(options)]))

@@ -13,22 +13,9 @@ from torchrope_lab.results import Table
 
 
 def export_tables(folder: Path, target: Path) -> list[Path]:
-    """Write `<study>[-<data>]/<title>.csv` and `.tex` for every table of the results in a folder.
-
-    A CSV file has a row of keys, among them the ends of intervals, and all digits of the numbers; missing values are
-    empty. A LaTeX file is a `tabular` with the rules of the package booktabs, and the report's digits; its comment has
-    title, source and note.
-
-    Args:
-        folder: Output folder of `torchrope compare` or `study`.
-        target: Folder to write to, created if missing.
-
-    Returns:
-        The files written.
-
-    Raises:
-        ValueError: no results in the folder, or a damaged file.
-    """
+    """Write `<study>[-<data>]/<title>.csv` and `.tex` for every table of the results in a folder; return the files."""
+    # A CSV file has a row of keys, among them the ends of intervals, and all digits of the numbers; missing values are
+    # empty. A LaTeX file is a `tabular` with the rules of the package booktabs, and the report's digits.
     files: list[Path] = []
     folders: set[str] = set()
     for study in read_studies(folder):

@@ -43,17 +43,11 @@ ORDER = (
 
 @dataclass(frozen=True)
 class Look:
-    """Style of an encoding in figures.
+    """Style of an encoding in figures."""
 
-    Attributes:
-        place: Index of its colour in `COLOURS`; -1 is `PLAIN`.
-        shape: Shape of a marker, a name of Vega or an SVG path.
-        dash: Lengths of dashes and gaps of a line, in pixels.
-    """
-
-    place: int
-    shape: str
-    dash: tuple[int, int]
+    place: int  # index of its colour in `COLOURS`; -1 is `PLAIN`
+    shape: str  # of a marker, a name of Vega or an SVG path
+    dash: tuple[int, int]  # lengths of dashes and gaps of a line, in pixels
 
     @property
     def colour(self) -> str:

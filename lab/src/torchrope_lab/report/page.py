@@ -25,21 +25,8 @@ PALETTE |= {"ink": (INK, "var(--ink)"), "soft": (SOFT, "var(--soft)"), "grid": (
 
 
 def write_report(out: Path, studies: Sequence[StudyResult] = ()) -> Path:
-    """Write `out/report/index.html`, `report.md` and `figures/*.svg` from the results in `out`.
-
-    Everything is rendered before anything is written, and every file is written atomically.
-
-    Args:
-        out: Output folder of `torchrope compare` or `study`.
-        studies: Its results, if already read.
-
-    Returns:
-        The path of the page.
-
-    Raises:
-        ValueError: there is no study, or one is damaged.
-        ImportError: vl-convert-python is not installed.
-    """
+    """Write `out/report/index.html`, `report.md` and `figures/*.svg` from the results in `out`; return the page."""
+    # Everything is rendered before anything is written, and every file is written atomically.
     studies = studies or read_studies(Path(out))
     looks = page_looks(studies)
     chapters = arrange(studies, looks)

@@ -12,12 +12,7 @@ CHARACTER = 6.6  # mean width of one
 
 
 def sheet(pictures: Pictures, name: str) -> str:
-    """Draw all rows and the legend below them, as SVG text whose ids begin with a name.
-
-    Args:
-        pictures: The pictures.
-        name: Unique on the page.
-    """
+    """Draw all rows and the legend below them, as SVG text whose ids begin with a name that is unique on the page."""
     most = max((len(row.panels) for row in pictures.rows), default=1) or 1
     across = math.ceil(most / math.ceil(most / ACROSS))  # lines of about equal length
     width, y = across * (SIDE + GAP) - GAP, 0.0

@@ -34,21 +34,13 @@ CONFIG: Spec = {
 
 @dataclass(frozen=True)
 class Plot:
-    """A Vega-Lite specification of a figure, and its data.
+    """A Vega-Lite specification of a figure, and its data."""
 
-    Attributes:
-        spec: A Vega-Lite specification of fields `c0`, `c1`, ...; user-given names are values in it, never code.
-        columns: Key and title of every field, in order.
-        rows: The numbers, one list per mark.
-        panels: Number of small figures side by side; 0 for one large figure.
-        hover: A layer of transparent marks with tooltips, for the page alone; None if the marks have them.
-    """
-
-    spec: Spec
-    columns: list[tuple[str, str]]
-    rows: list[list[Any]]
-    panels: int
-    hover: Spec | None
+    spec: Spec  # of fields `c0`, `c1`, ...; user-given names are values in it, never code
+    columns: list[tuple[str, str]]  # key and title of every field, in order
+    rows: list[list[Any]]  # one list per mark
+    panels: int  # number of small figures side by side; 0 for one large figure
+    hover: Spec | None  # transparent marks with tooltips, for the page alone; None if the marks have them
 
     def as_json(self) -> str:
         """Return JSON for the page's script, escaped so that it cannot close the script element."""
@@ -63,12 +55,7 @@ class Plot:
 
 
 def plot(figure: Figure, looks: Mapping[str, Look]) -> Plot:
-    """Build the specification of a figure.
-
-    Args:
-        figure: The figure.
-        looks: Looks of the page's encodings, by name; other series get unused ones.
-    """
+    """Build the specification of a figure; series without a look of their own get unused ones."""
     chart = _Chart(figure)
     layers, hover = ([chart.cells()], None) if figure.kind == "cells" else chart.layers(looks)
     spec: Spec = {"$schema": "https://vega.github.io/schema/vega-lite/v6.json", "background": PAPER, "config": CONFIG}
@@ -88,11 +75,7 @@ def plot(figure: Figure, looks: Mapping[str, Look]) -> Plot:
 
 
 def svg(drawn: Plot, name: str) -> str:
-    """Render a plot as SVG text whose ids begin with a name; the output is deterministic.
-
-    Raises:
-        ImportError: vl-convert-python is not installed.
-    """
+    """Render a plot as SVG text whose ids begin with a name; the output is deterministic."""
     import vl_convert
 
     values = [{f"c{index}": value for index, value in enumerate(row)} for row in drawn.rows]

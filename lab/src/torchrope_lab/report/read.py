@@ -18,14 +18,7 @@ ORDER = ("compare", *STUDIES)
 
 
 def read_studies(folder: Path) -> list[StudyResult]:
-    """Read the comparison and every study of a folder, in the order of the report; a warning names other JSON files.
-
-    Args:
-        folder: Output folder of `torchrope compare` or `study`, or of a run after `write_run`.
-
-    Raises:
-        ValueError: there is none that can be read.
-    """
+    """Read the comparison and every study of a folder, in the order of the report; warn of other JSON files."""
     files = [path for path in folder.glob("*.json") if path.is_file() and path.name not in _OF_A_RUN]
     read: list[tuple[bool, int, Path, StudyResult]] = []
     others: list[str] = []

@@ -23,19 +23,12 @@ _LATEX = {
 
 @dataclass(frozen=True)
 class Cell:
-    """A formatted value of a table.
-
-    Attributes:
-        text: The text shown.
-        interval: 95 % interval, shown below the value; empty without one.
-        sort: Number to sort by, None if the value is not a number.
-        look: CSS class of the colour of an encoding; empty for anything else.
-    """
+    """A formatted value of a table."""
 
     text: str
-    interval: str = ""
-    sort: float | None = None
-    look: str = ""
+    interval: str = ""  # of 95 %, shown below the value; empty without one
+    sort: float | None = None  # number to sort by, None if the value is not a number
+    look: str = ""  # CSS class of the colour of an encoding; empty for anything else
 
     def __str__(self) -> str:
         return f"{self.text} [{self.interval}]" if self.interval else self.text

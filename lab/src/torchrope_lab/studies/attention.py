@@ -110,17 +110,8 @@ def _inputs(shape: Sequence[int]) -> str:
 
 
 def measure(model: nn.Module, data: DataModule, *, sizes: Sequence[Size]) -> dict[str, Any]:
-    """Measure distance and entropy of the attention among patches on validation examples, at several input sizes.
-
-    Args:
-        model: Trained model.
-        data: Its data.
-        sizes: Sizes of the inputs, which are drawn or read at each of them if possible, else resampled.
-
-    Returns:
-        For each size `distance`, `entropy` and `front`, the weight on class and register tokens: nested lists
-        `(layers, examples)`, means over heads and patches.
-    """
+    """Return `distance`, `entropy` and `front` by size, `(layers, examples)`, of attention to validation examples."""
+    # Inputs of each size are drawn or read at that size if the data can be, else resampled.
     assert isinstance(model, ViT)
     device = next(model.parameters()).device
     found: dict[str, Any] = {}
@@ -137,16 +128,9 @@ def measure(model: nn.Module, data: DataModule, *, sizes: Sequence[Size]) -> dic
 
 @torch.no_grad()
 def attention_statistics(model: ViT, inputs: Tensor, *spacing: Tensor) -> dict[str, Tensor]:
-    """Compute distance and entropy of each layer's attention, and its weight on prefix tokens, `(layers, batch)` each.
-
-    Distance and entropy are among patches: weights on class and register tokens are left out, and the others
-    renormalised to sum to 1.
-
-    Args:
-        model: Model in evaluation mode.
-        inputs: `(batch, channels, *sizes)`.
-        spacing: Voxel spacing in mm `(batch, axes)`, if the model's positions depend on it.
-    """
+    """Compute distance and entropy of attention among patches, and its weight on prefix tokens, `(layers, batch)`."""
+    # `spacing` is voxel spacing in mm, `(batch, axes)`, for a model whose positions depend on it.
+    # Weights among patches are renormalised to sum to 1 without those on class and register tokens.
     between = distances(model.embed.lattice(inputs.shape[2:])).to(inputs.device)
     front = model.num_prefix
     found: dict[str, list[Tensor]] = {key: [] for key in KEYS}

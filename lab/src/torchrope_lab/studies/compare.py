@@ -43,24 +43,7 @@ MAY_DIFFER = ("encodings", "seeds", "out", "parallel", "slurm", "margin")
 def compare(
     config: CompareConfig, *, command: str, console: Console, allow: Sequence[str] = (), dry_run: bool = False
 ) -> Path:
-    """Train, evaluate and measure every encoding, skipping what is finished in the folder.
-
-    A comparison that is interrupted, or in which a run fails, has a `results.json` of the runs that are finished.
-
-    Args:
-        config: Settings.
-        command: The user's command line, for the report.
-        console: For progress.
-        allow: Modules that may be imported for encodings of earlier calls on the folder.
-        dry_run: Print what would be trained; train and write nothing.
-
-    Returns:
-        The folder's `results.json`.
-
-    Raises:
-        ValueError: a setting, the data or the folder is invalid; raised before anything is trained.
-        KeyboardInterrupt: interrupted; the same call resumes with the interrupted epoch.
-    """
+    """Train, evaluate and measure every encoding that is not finished in the folder; return its `results.json`."""
     check_spacing(config.model, config.data)
     check_scales(config)
     folder = Path(config.out)

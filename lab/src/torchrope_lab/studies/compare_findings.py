@@ -54,20 +54,12 @@ CONFUSIONS = 10
 
 @dataclass(frozen=True)
 class Results:
-    """Measurements of a comparison, finished or not.
+    """Measurements of a comparison, finished or not."""
 
-    Attributes:
-        comparison: Finished runs, and the conclusion about them.
-        measured: Their measures, by name of a run.
-        costs: Costs of a training step by encoding, as `measure_costs` returns them; empty until all runs are finished.
-        relative: Seconds of a step in each round over those of the base, by encoding.
-        lab: Lab of the comparison.
-    """
-
-    comparison: Comparison
-    measured: Mapping[str, Measured]
-    costs: Mapping[str, Any]
-    relative: Mapping[str, np.ndarray]
+    comparison: Comparison  # finished runs, and the conclusion about them
+    measured: Mapping[str, Measured]  # by name of a run
+    costs: Mapping[str, Any]  # of a training step by encoding, of `measure_costs`; empty until all runs are finished
+    relative: Mapping[str, np.ndarray]  # seconds of a step in each round over those of the base, by encoding
     lab: Lab
 
     @property

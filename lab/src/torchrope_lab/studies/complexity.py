@@ -34,19 +34,11 @@ UNIT = 1.1e-3
 
 @dataclass(frozen=True)
 class Size:
-    """A model and its input, without an encoding.
+    """A model, as its recipe has it without an encoding, and its input."""
 
-    Attributes:
-        name: Name of its recipe.
-        title: Title shown in the report.
-        input_size: Pixels, or frames and pixels, of an input.
-        num_classes: Number of classes.
-        in_channels: Channels of an input.
-    """
-
-    name: str
+    name: str  # of the recipe
     title: str
-    input_size: tuple[int, ...]
+    input_size: tuple[int, ...]  # pixels, or frames and pixels
     num_classes: int
     in_channels: int = 3
 
@@ -88,36 +80,18 @@ def sizes() -> list[Size]:
 
 @dataclass(frozen=True)
 class Counts:
-    """Parameters and operations of a model.
-
-    Attributes:
-        parameters: Learned parameters.
-        encoding_parameters: Those of its encodings.
-        by_formula: The same from `parameters_by_formula`.
-        flops: Operations of a forward pass, two per multiply-add: matrix products and exponentials.
-        rotating: Multiply-adds of rotating queries and keys, block by block.
-        norms: Output elements of all LayerNorms.
-    """
+    """Parameters and operations of a model."""
 
     parameters: int
     encoding_parameters: int
-    by_formula: int
-    flops: int
-    rotating: int
-    norms: int
+    by_formula: int  # `encoding_parameters` from `parameters_by_formula`
+    flops: int  # of a forward pass, two per multiply-add: matrix products and exponentials
+    rotating: int  # multiply-adds of rotating queries and keys, block by block
+    norms: int  # output elements of all LayerNorms
 
 
 def costs(size: Size, encoding: str, **settings: Any) -> Counts:
-    """Count parameters and operations on the meta device, without computing anything.
-
-    Args:
-        size: A model and its input.
-        encoding: A name, as `torchrope.encodings.parse_encoding` takes it.
-        settings: Settings of the model that differ from those of the recipe.
-
-    Raises:
-        ValueError: the encoding does not support the size.
-    """
+    """Count parameters and operations of a model, with some settings of the recipe replaced, on the meta device."""
     build = partial(build_model, encoding, replace(size.model, **settings), size.data)
     input_shape = torch.Size((1, size.in_channels, *size.input_size))
     with torch.device("meta"):
@@ -158,16 +132,12 @@ def _work(model: nn.Module, inputs: torch.Tensor) -> tuple[int, int]:
 
 
 def parameters_by_formula(model: ViT | Swin) -> int:
-    """Compute the number of learned parameters of a model's encodings from its widths.
-
-    For each encoding over N axes of d = heads · head_dim channels, blocks of b:
-
-        RoPE-Mixed  N d / 2             LieRE       N d (b - 1) / 2
-        ComRoPE-AP  d (b - 1) / 2       ComRoPE-LD  d (b - 1) / 2 + N d / b
-        STRING      N d / 2 + d (b - 1) / 2
-
-    A learned absolute encoding has n d for n positions, a bias heads Π (2 s - 1) for windows of s, others 0.
-    """
+    """Compute the number of learned parameters of a model's encodings from its widths."""
+    # For each encoding over N axes of d = heads · head_dim channels, blocks of b:
+    #     RoPE-Mixed  N d / 2             LieRE       N d (b - 1) / 2
+    #     ComRoPE-AP  d (b - 1) / 2       ComRoPE-LD  d (b - 1) / 2 + N d / b
+    #     STRING      N d / 2 + d (b - 1) / 2
+    # A learned absolute encoding has n d for n positions, a bias heads Π (2 s - 1) for windows of s, others 0.
     return sum(_learned(module) for module in model.modules())
 
 
@@ -190,23 +160,14 @@ def _learned(module: nn.Module) -> int:
 
 
 def table_5_count(without: Counts, with_encoding: Counts) -> int:
-    """Count operations as in LieRE's table 5: 1 per multiply-add, 5 per LayerNorm output, 0 for exponentials.
-
-    Args:
-        without: Counts of the model without a rotary encoding.
-        with_encoding: Counts of the model with it.
-    """
+    """Count operations as in LieRE's table 5: 1 per multiply-add, 5 per LayerNorm output, 0 for exponentials."""
+    # `without`: the model without a rotary encoding.
     return without.flops // 2 + NORM_OPERATIONS * with_encoding.norms + with_encoding.rotating
 
 
 def compare_table_5(measured: Mapping[tuple[str, str], Counts]) -> Table:
-    """Compare the cells of LieRE's table 5 with the same counts here.
-
-    A cell agrees within a unit of its last digit, truncated or rounded.
-
-    Args:
-        measured: Counts by column of the table ("ViT-Base") and encoding, "none" among them.
-    """
+    """Compare the cells of LieRE's table 5 with counts here, by column and encoding ("none" among them)."""
+    # A cell agrees within a unit of its last digit, truncated or rounded.
     flops, percents = published("complexity")[:2]
     shares = {row["name"]: row for row in percents.rows}
     rows: list[Row] = []

@@ -50,12 +50,7 @@ PICTURED = 2
 
 
 class EvaluationSize(NamedTuple):
-    """A size that models are evaluated at.
-
-    Attributes:
-        scale: Multiple of the training size.
-        title: "1.5 times".
-    """
+    """A size that models are evaluated at: its multiple of the training size, and its title, "1.5 times"."""
 
     scale: float
     title: str
@@ -66,19 +61,12 @@ SIZES = tuple(EvaluationSize(scale, f"{scale:g} times") for scale in SCALES)
 
 
 class Outcome(NamedTuple):
-    """Results of a task.
-
-    Attributes:
-        task: The task.
-        scores: Scores by encoding, one per size.
-        trained: The runs, by encoding.
-        measured: Stored results of each run, one per size, by encoding and seed.
-    """
+    """Results of a task."""
 
     task: Task
-    scores: dict[str, list[BootstrapEstimate]]
-    trained: dict[str, list[Trained]]
-    measured: dict[str, list[list[dict[str, Any]]]]
+    scores: dict[str, list[BootstrapEstimate]]  # by encoding, one per size
+    trained: dict[str, list[Trained]]  # by encoding
+    measured: dict[str, list[list[dict[str, Any]]]]  # stored results of each run, one per size, by encoding and seed
 
     def verdicts(self, size: int) -> dict[str, str]:
         """Return whether each encoding is best, tied or behind at a size, by name, the best first."""
@@ -90,10 +78,8 @@ class Outcome(NamedTuple):
         return names, percent(in_percent(self.scores[names[0]][size].interval()))
 
     def estimates(self, reference: str) -> dict[str, Intervals]:
-        """Compute the scores, as "", and leads over the reference and over RoPE-Mixed, by what they are compared with.
-
-        Leads are at 5 % over all encodings at a size. Those over RoPE-Mixed are of encodings with learned generators.
-        """
+        """Compute scores, as "", and leads over the reference and over RoPE-Mixed, by what they are compared with."""
+        # Leads are at 5 % over all encodings at a size. Those over RoPE-Mixed are of encodings with learned generators.
         of_mixed = {name: other for name, other in mixed_counterparts(self.scores).items() if other != reference}
         at_sizes = [dict(zip(self.scores, scores, strict=True)) for scores in zip(*self.scores.values(), strict=True)]
         estimates: dict[str, Intervals] = {
@@ -162,11 +148,7 @@ def measured(lab: Lab, plans: Sequence[tuple[Task, Sequence[Run]]]) -> list[Outc
 
 
 def evaluate(model: Any, data: DataModule, *, task: Task) -> dict[str, Any]:
-    """Compute per-image records of a model's predictions at every size, and overlays of the first images.
-
-    Returns:
-        `{"sizes": [{"records": ..., "overlays": ...}, ...]}`, one per size.
-    """
+    """Return `{"sizes": [{"records", "overlays"}, ...]}`: records of images at every size, overlays of the first."""
     kept = []
     for size in SIZES:
         records: list[dict[str, Any]] = []

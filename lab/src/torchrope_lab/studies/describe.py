@@ -37,12 +37,7 @@ def describe_skipped(faults: Mapping[str, str]) -> list[str]:
 
 
 def label(encoding: str) -> str:
-    """Return the display name of an encoding; nothing is imported, a class that is not loaded has its name.
-
-    Example:
-        >>> label("learned+liere:8"), label("learned+unknown_package:Spiral:8")
-        ('learned APE + LieRE, blocks of 8', 'learned APE + Spiral, blocks of 8')
-    """
+    """Return the display name of an encoding; nothing is imported, a class that is not loaded has its name."""
     parts = [part.strip() for part in encoding.split("+")]
     try:
         known = named_parts(encoding)
@@ -65,11 +60,7 @@ def _blocks(encoding: str) -> str:
 
 
 def label_of(model: nn.Module, rotary: Encoding | None) -> str:
-    """Return the display name of a model's encodings.
-
-    Args:
-        model: A `ViT` or `Swin`, whose absolute encoding and bias are included, or another library's.
-        rotary: The rotary encoding.
+    """Return the display name of a model's rotary encoding, absolute encoding and bias; of other libraries' models too.
 
     Example:
         >>> import torchrope as tr

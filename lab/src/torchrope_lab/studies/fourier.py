@@ -35,25 +35,14 @@ FIT, TRANSFORM = "best fit", "transform and back"
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of one layer with one encoding on one lattice.
-
-    Attributes:
-        encoding: Name of the encoding.
-        state: "initialisation" or "trained", with the setting.
-        sizes: Tokens along each axis.
-        blocks: R `(heads, tokens, n, b, b)`, heads of all seeds, or one if they are equal. Unrotated channels are left
-            out.
-        head_dim: Channels of a head.
-        per_seed: Heads of one seed.
-        title: Title shown in the report; by default that of the encoding's name.
-    """
+    """The heads of one layer with one encoding on one lattice."""
 
     encoding: str
-    state: str
-    sizes: tuple[int, ...]
-    blocks: Tensor
+    state: str  # "initialisation" or "trained", with the setting
+    sizes: tuple[int, ...]  # tokens along each axis
+    blocks: Tensor  # R `(heads, tokens, n, b, b)` of all seeds, or one if they are equal, without unrotated channels
     head_dim: int
-    per_seed: int
+    per_seed: int  # heads of one seed
     title: str = ""
 
     @property
@@ -81,14 +70,7 @@ class Heads:
 
 
 def heads_of(sites: Sequence[Site], name: str, state: str, title: str = "") -> Heads:
-    """Compute the rotations of a lattice in float64.
-
-    Args:
-        sites: Encodings of one layer, one per seed, with their lattice.
-        name: The encoding's.
-        state: State shown in the report.
-        title: Title shown in the report; by default that of the name.
-    """
+    """Compute the rotations of a lattice in float64, of encodings of one layer, one per seed."""
     found = []
     with torch.no_grad():
         for site in sites:
@@ -101,50 +83,27 @@ def heads_of(sites: Sequence[Site], name: str, state: str, title: str = "") -> H
 
 
 def best_fit(functions: Tensor) -> tuple[Tensor, int]:
-    """Reconstruct every point of a lattice from functions, by least squares.
-
-    Args:
-        functions: `(tokens, functions)`.
-
-    Returns:
-        The orthogonal projector onto their span, `(tokens, tokens)`, whose rows are the reconstructions, and the span's
-        dimension.
-    """
+    """Return the projector `(tokens, tokens)` onto the span of functions `(tokens, functions)`, and its dimension."""
+    # Its rows are the least-squares reconstructions of every point of a lattice.
     left, strength, _ = torch.linalg.svd(functions, full_matrices=False)
     basis = left[:, strength > RELATIVE_CUTOFF * strength[0]]
     return basis @ basis.mT, basis.shape[1]
 
 
 def transform(blocks: Tensor, head_dim: int) -> Tensor:
-    """Reconstruct every point by the transform with the encoding's frequencies and its inverse:  tr(R(p₀)^T R(p)) / d.
-
-    For blocks of 2 this is the mean of cos θ·(p - p₀) over the frequencies θ: the discrete Fourier transform of a point
-    and its inverse, with these frequencies only.
-
-    Args:
-        blocks: `(tokens, n, b, b)`.
-        head_dim: d.
-
-    Returns:
-        `(points, tokens)`.
-    """
+    """Reconstruct points by the transform with the encoding's frequencies and its inverse:  tr(R(p₀)^T R(p)) / d."""
+    # `blocks` are `(tokens, n, b, b)`, the result `(points, tokens)`. For blocks of 2 it is the mean of cos θ·(p - p₀)
+    # over the frequencies θ: the discrete Fourier transform of a point and its inverse, with these frequencies only.
     flat = blocks.flatten(1)
     unrotated = head_dim - blocks.shape[-3] * blocks.shape[-1]
     return (flat @ flat.mT + unrotated) / head_dim
 
 
 def sharpness(reconstructions: Tensor, sizes: Sequence[int]) -> dict[str, float]:
-    """Measure the sharpness of reconstructions of points, mean over the points.
-
-    Args:
-        reconstructions: One per point, `(points, tokens)`, points row-major as the tokens.
-        sizes: Tokens along each axis.
-
-    Returns:
-        peak: value at the point, originally 1; outside: share of the energy, the sum of squares, outside the point;
-        lines: share of that energy on lines along the axes through the point; width: root mean square distance
-        from the point, in tokens, weighted by energy.
-    """
+    """Measure the mean sharpness of reconstructions `(points, tokens)` over points, row-major as the tokens."""
+    # peak: value at the point, originally 1. outside: share of the energy, the sum of squares, outside the point.
+    # lines: share of that energy on lines along the axes through the point. width: root mean square distance from the
+    # point, in tokens, weighted by energy.
     positions = grid(*sizes, dtype=torch.float64)
     apart = positions.unsqueeze(1) - positions  # (points, tokens, axes)
     energy = reconstructions.square()

@@ -74,17 +74,10 @@ def _movement(model: Model, data: DataModule, run: Run) -> dict[str, Any]:
 
 
 def summarise(sites: Sequence[Site]) -> dict[str, Any]:
-    """Summarise the generators of a model.
-
-    Args:
-        sites: Encodings of its layers.
-
-    Returns:
-        Lists with one entry per layer and head: `layer`, `apart` as `commutator_ratio`, and number, sum and sum of
-        squares of the elements per unit of position (`moments`) and per patch (`patch_moments`), and number of the
-        elements of zero blocks (`zeros`), which these leave out; `elements` per patch, at most KEPT of them; `block`,
-        the block size.
-    """
+    """Summarise the generators of a model: lists with one entry per layer and head, and some of the elements."""
+    # `apart` is `commutator_ratio`. `moments` and `patch_moments` are number, sum and sum of squares of the elements
+    # per unit of position and per patch, without zero blocks, whose elements `zeros` counts. `elements` are per patch,
+    # at most KEPT; `block` is the block size.
     found: dict[str, Any] = {"layer": [], "apart": [], "moments": [], "patch_moments": [], "zeros": []}
     elements = []
     for layer, site in enumerate(sites, start=1):
@@ -138,11 +131,8 @@ def _moments(elements: Tensor) -> list[float]:
 
 
 def deviation(moments: np.ndarray) -> BootstrapEstimate:
-    """Compute the standard deviation of all elements, also for bootstrap draws of the heads.
-
-    Args:
-        moments: Number, sum and sum of squares of each head's elements, `(heads, 3)`.
-    """
+    """Compute the standard deviation of all elements, also for bootstrap draws of the heads."""
+    # `moments` are number, sum and sum of squares of each head's elements, `(heads, 3)`.
 
     def of(moments: np.ndarray, weights: np.ndarray) -> np.ndarray:
         count, total, squares = np.moveaxis(weights @ moments, -1, 0)

@@ -30,17 +30,11 @@ FINE = 1_000_000  # patches along an axis, so many that one patch is negligible
 
 
 class Sizes(NamedTuple):
-    """The input sizes that models are evaluated at.
+    """The input sizes that models are evaluated at."""
 
-    Attributes:
-        all: Sizes in increasing order.
-        trained: The training size, one of them.
-        axis: The axis whose size defines the scale, the first other than time and depth.
-    """
-
-    all: tuple[Size, ...]
-    trained: Size
-    axis: int
+    all: tuple[Size, ...]  # in increasing order
+    trained: Size  # one of them
+    axis: int  # the axis whose size defines the scale, the first other than time and depth
 
     @property
     def larger(self) -> tuple[Size, ...]:
@@ -58,34 +52,18 @@ class Sizes(NamedTuple):
 
 
 class Adaptation(NamedTuple):
-    """A way to evaluate a trained model at other input sizes without training. It can be pickled.
+    """A way to evaluate a trained model at other input sizes without training. It can be pickled."""
 
-    Attributes:
-        key: Identifies it in the names of stored predictions.
-        what: Name in tables; empty for the model as it was trained.
-        adapt: Adapts a model to a size, and leaves the model as it is; raises ValueError for models and sizes that it
-            does not support.
-        sizes: The sizes that it is for.
-    """
-
-    key: str
-    what: str
-    adapt: Callable[[Any, Size], Adapted]
+    key: str  # identifies it in the names of stored predictions
+    what: str  # name in tables; empty for the model as it was trained
+    adapt: Callable[[Any, Size], Adapted]  # returns a copy for a size; raises ValueError if not supported
     sizes: Sequence[Size]
 
 
 def adaptations(model: ViT | Swin, encoding: str, sizes: Sizes) -> list[Adaptation]:
-    """List the adaptations of a model: first none; windows of a Swin that grow; frequencies and positions of a ViT.
-
-    Args:
-        model: Model, also on the meta device.
-        encoding: Its encoding; those with an absolute encoding or bias beside the rotary one are not scaled.
-        sizes: The sizes.
-
-    References:
-        Heo et al., RoPE-ViT, figures 5 and 6, for windows. Yu et al., ComRoPE, table 3 of the supplement, whose code
-        divides positions by the number of patches.
-    """
+    """List the adaptations of a model: first none; windows of a Swin that grow; frequencies and positions of a ViT."""
+    # Heo et al., RoPE-ViT, figures 5 and 6, for windows. Yu et al., ComRoPE, table 3 of the supplement, whose code
+    # divides positions by the number of patches. With an absolute encoding or bias, rotary encodings are not scaled.
     ways = [Adaptation("top1", "", unchanged, sizes.all)]
     others = [size for size in sizes.all if size != sizes.trained]
     if isinstance(model, Swin):
@@ -122,17 +100,7 @@ def with_grown_windows(model: Swin, size: Size) -> Adapted:
 
 
 def extended_for(model: ViT, size: Size, trained: Size, method: str) -> Adapted:
-    """Copy a trained model with encodings scaled for a larger input size.
-
-    Args:
-        model: Trained model.
-        size: The larger input size.
-        trained: The training input size.
-        method: A key of `METHODS`.
-
-    Raises:
-        ValueError: `extend` does not support the model or the size.
-    """
+    """Copy a trained model with encodings scaled, by a key of `METHODS`, for a larger input size."""
     lattice = model.embed.lattice(trained)
     factor = [now / then for now, then in zip(model.embed.lattice(size), lattice, strict=True)]
     spacing = spaced(model.position_map, lattice)["spacing"]
@@ -142,10 +110,8 @@ def extended_for(model: ViT, size: Size, trained: Size, method: str) -> Adapted:
 
 
 def fixed_position_range(model: ViT, trained: Size) -> str | None:
-    """Return the range of a model's training positions, "[0, 1]", if its encoding's paper fixes that range.
-
-    None if the unit of position is a patch, or positions are set otherwise or given by voxels.
-    """
+    """Return the range of a model's training positions, "[0, 1]", if its encoding's paper fixes that range."""
+    # None if the unit of position is a patch, or positions are set otherwise or given by voxels.
     lattice = model.embed.lattice(trained)
     encoding: Encoding = model.encodings[0]  # type: ignore[assignment]
     of_paper, fine = encoding.lattice.spaced(*lattice), encoding.lattice.spaced(*(FINE for _ in lattice))

@@ -49,14 +49,7 @@ DEFAULT_ABILITIES = ("far", "pair", "diagonal", "ellipse", "ring", "place")
 
 @dataclass(frozen=True)
 class Job:
-    """A probe to train and to score.
-
-    Attributes:
-        encoding: Name of the encoding.
-        ability: Name of the ability.
-        head_dim: Channels of a head.
-        seed: Seed.
-    """
+    """A probe to train and to score: names of encoding and ability, channels of a head, seed."""
 
     encoding: str
     ability: str
@@ -90,21 +83,13 @@ class Contrast(NamedTuple):
 
 @dataclass(frozen=True)
 class Results:
-    """Scores of all probes.
-
-    Attributes:
-        encodings: Names.
-        abilities: The abilities.
-        head_dim: Channels of a head of the main tables.
-        seeds: Number of seeds.
-        measured: Of each probe `scores`, by condition, None where it does not apply.
-    """
+    """Scores of all probes."""
 
     encodings: Sequence[str]
     abilities: Sequence[Ability]
-    head_dim: int
+    head_dim: int  # of the main tables
     seeds: int
-    measured: Mapping[Job, Mapping[str, Any]]
+    measured: Mapping[Job, Mapping[str, Any]]  # `scores` of each probe, by condition, None where it does not apply
 
     def of(self, encoding: str, ability: str, condition: str = TRAINED.name, head_dim: int | None = None) -> np.ndarray:
         """Return the scores over seeds; NaN where the condition does not apply."""
@@ -334,15 +319,7 @@ def _threshold() -> float:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What theory says of an encoding's ability, and what was measured.
-
-    Attributes:
-        encoding: Name of the encoding.
-        ability: The ability.
-        can: Whether it is predicted.
-        because: Why.
-        measured: Mean score over seeds with its interval.
-    """
+    """What theory says of an encoding's ability and why, and the mean score over seeds with its interval."""
 
     encoding: str
     ability: Ability

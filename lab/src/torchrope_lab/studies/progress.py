@@ -17,37 +17,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a study, in forward passes of one example; a training step of an example is three.
+    """The work of a study, in forward passes of one example; a training step of an example is three."""
 
-    Attributes:
-        epoch: Work of one epoch of a run, with its validation.
-        evaluation: Work after the epochs of each run.
-        afterwards: Work after all runs.
-        processes: Runs that train at the same time.
-        left: Text after an estimate: "left" if it covers all work, otherwise what it covers.
-    """
-
-    epoch: float
-    evaluation: float = 0.0
-    afterwards: float = 0.0
-    processes: int = 1
-    left: str = "left"
+    epoch: float  # of a run, with its validation
+    evaluation: float = 0.0  # after the epochs of each run
+    afterwards: float = 0.0  # after all runs
+    processes: int = 1  # runs that train at the same time
+    left: str = "left"  # text after an estimate: "left" if it covers all work, otherwise what it covers
 
 
 class StudyProgress(AbstractContextManager):
-    """A progress bar over all remaining epochs, and a line after every run; without a terminal, no bar.
+    """A progress bar over all remaining epochs, and a line after every run; without a terminal, no bar."""
 
-    Without a terminal there is also a line after the first epoch. On a terminal, names are cut so that lines fit.
-
-    The time left is estimated from epochs timed since this start: those of runs of the same kind (`Run.kind`) if there
-    are any, otherwise all.
-
-    Args:
-        runs: Unfinished runs, with the number of epochs that each has finished.
-        finished: Number of runs finished by an earlier start.
-        work: The work of the study.
-        console: Output.
-    """
+    # Without a terminal there is also a line after the first epoch. On a terminal, names are cut so that lines fit.
+    # The time left is estimated from epochs timed since this start: those of runs of the same kind (`Run.kind`) if any,
+    # otherwise all. `runs` are unfinished, with the number of epochs that each has finished.
 
     def __init__(self, runs: Sequence[tuple["Run", int]], finished: int, work: Workload, console: Console) -> None:
         self.work, self.total = work, finished + len(runs)

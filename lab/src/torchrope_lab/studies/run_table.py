@@ -14,11 +14,7 @@ _CHANGE_QUALITY = ("crop_ratio", "crop", "scales", "flip")
 
 
 def write_run(folder: Path) -> None:
-    """Write `folder/runs.json` about the run of `torchrope train` in a folder, if there is one.
-
-    Raises:
-        ValueError: a file is damaged.
-    """
+    """Write `folder/runs.json` about the run of `torchrope train` in a folder, if there is one."""
     if (folder / RESULTS).exists() or not (folder / CONFIG).exists():
         return
     stored = read_mapping(folder / CONFIG, CONFIG)

@@ -70,16 +70,7 @@ def _kinds(lab: Lab) -> list[str]:
 
 
 def shuffled(model: Model, data: DataModule, *, kinds: Sequence[str]) -> dict[str, Any]:
-    """Predict the validation set as it is and shuffled, on one view of each example.
-
-    Args:
-        model: Trained model.
-        data: Its data.
-        kinds: Kinds of shuffling.
-
-    Returns:
-        `labels`, and `predicted` by kind.
-    """
+    """Predict the validation set as it is and shuffled, on one view: `labels`, and `predicted` by kind of shuffling."""
     labels, intact = predict(model, data)
     found: dict[str, Any] = {"labels": labels.tolist(), INTACT: {"predicted": intact.argmax(dim=-1).tolist()}}
     for kind in kinds:
@@ -119,14 +110,8 @@ def _table(measured: Sequence[Measures], kind: str, chance: float) -> Table:
 
 
 def share_lost(before: np.ndarray, after: np.ndarray) -> Interval | None:
-    """Compute the share of accuracy lost, (before - after) / before in percent, with its 95 % interval.
-
-    Args:
-        before, after: Right or wrong, of the same examples, `(seeds, examples)`.
-
-    Returns:
-        The share; None if no example was right before.
-    """
+    """Compute the share of accuracy lost, (before - after) / before in percent, with its 95 % interval."""
+    # Arrays are right or wrong, `(seeds, examples)`; None if no example was right before.
     if not before.any():
         return None
 

@@ -12,15 +12,7 @@ SIGNAL_SECONDS = 120
 
 
 def parse_slurm(text: str) -> dict[str, Any]:
-    """Parse options of sbatch, as in "partition=gpu,time=1440,gpus_per_node=8".
-
-    Raises:
-        ValueError: the text is not NAME=VALUE,...
-
-    Example:
-        >>> parse_slurm("partition=gpu,time=1440")
-        {'partition': 'gpu', 'time': 1440}
-    """
+    """Parse options of sbatch, as in "partition=gpu,time=1440,gpus_per_node=8"."""
     options: dict[str, Any] = {}
     for part in text.split(","):
         name, equals, value = part.strip().partition("=")
@@ -31,16 +23,8 @@ def parse_slurm(text: str) -> dict[str, Any]:
 
 
 def slurm_executor(logs: Path, options: dict[str, Any], parallel: int | None = None) -> Any:
-    """Return an executor that submits Slurm jobs, which get SIGUSR1 before their time limit and are requeued.
-
-    Args:
-        logs: Folder of submitit's files and the jobs' output, on a file system that all nodes share.
-        options: Options of sbatch, by submitit's names; time in minutes.
-        parallel: Jobs that may run at the same time; by default all.
-
-    Raises:
-        ValueError: submitit or Slurm is missing, or an option is unknown.
-    """
+    """Return an executor that submits Slurm jobs, which get SIGUSR1 before their time limit and are requeued."""
+    # `logs` must be on a file system that all nodes share; time is in minutes.
     if "time" not in options:
         raise Mistake(f"--slurm must include time=MINUTES, got {', '.join(options) or 'nothing'}")
     try:

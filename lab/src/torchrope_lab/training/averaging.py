@@ -9,19 +9,12 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
 class AveragedWeights(WeightAveraging):
-    """Keep an exponential moving average of the weights:  a ← d a + (1 - d) w,  a = w after the first step.
+    """Keep an exponential moving average of the weights:  a ← d a + (1 - d) w,  a = w after the first step."""
 
-    A step without gradients, which `LossGuard` skips, does not change the average.
-
-    Validation uses the average, checkpoints hold both, and a finished run ends with the average as its weights.
-    Lightning's EMAWeightAveraging updates one weight at a time, which costs three kernels for each.
-
-    Args:
-        decay: Factor d of the average at every step.
-
-    References:
-        Polyak and Juditsky, Acceleration of stochastic approximation by averaging; with decay, as in DeiT's code.
-    """
+    # Polyak and Juditsky, Acceleration of stochastic approximation by averaging; with decay, as in DeiT's code.
+    # A step without gradients, which `LossGuard` skips, does not change the average. Validation uses the average,
+    # checkpoints hold both, and a finished run ends with the average as its weights. Lightning's EMAWeightAveraging
+    # updates one weight at a time, which costs three kernels for each.
 
     def __init__(self, decay: float) -> None:
         super().__init__(use_buffers=False, multi_avg_fn=get_ema_multi_avg_fn(decay))

@@ -25,13 +25,7 @@ BATCHES = "epoch_loop.batch_progress"
 
 
 class WholeCheckpoints(TorchCheckpointIO):
-    """Write checkpoints atomically, and the weights of a finished epoch as safetensors too.
-
-    The evaluation of earlier weights in the folder, of `torchrope evaluate`, is removed.
-
-    Args:
-        config: The run's settings, saved as JSON in the header of the weights.
-    """
+    """Write checkpoints atomically, and the weights of a finished epoch as safetensors with the run's settings."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -48,14 +42,9 @@ class WholeCheckpoints(TorchCheckpointIO):
 
 
 class SaveCheckpoints(Checkpoint):
-    """Save a checkpoint after every epoch and, if `every` is set, every so many optimiser steps within an epoch.
+    """Save a checkpoint after every epoch and, if `every` is set, every so many optimiser steps within an epoch."""
 
-    Unlike `ModelCheckpoint`, it stores no path in the checkpoint, so a folder may be moved and a file names none.
-
-    Args:
-        folder: The run's.
-        every: Optimiser steps between checkpoints within an epoch.
-    """
+    # Unlike `ModelCheckpoint`, it stores no path in the checkpoint, so a folder may be moved and a file names none.
 
     def __init__(self, folder: Path, every: int | None) -> None:
         self.folder = folder
@@ -74,11 +63,7 @@ class SaveCheckpoints(Checkpoint):
 
 
 def save_within_epoch(trainer: pl.Trainer, batch_idx: int, folder: Path) -> bool:
-    """Save if training can resume after this batch: it completed a step and is not the last of an epoch.
-
-    Returns:
-        Whether a checkpoint was written.
-    """
+    """Save, and return True, if training can resume after this batch: it completed a step and does not end an epoch."""
     if trainer.is_last_batch or not completes_step(trainer, batch_idx):
         return False
     trainer.save_checkpoint(folder / WITHIN_EPOCH)
@@ -91,15 +76,7 @@ def completes_step(trainer: pl.Trainer, batch_idx: int) -> bool:
 
 
 def newest(folder: Path) -> tuple[Path, tuple[int, int]] | None:
-    """Find the checkpoint from which training resumes.
-
-    Returns:
-        The checkpoint, and (epoch, batches done) if it was written within an epoch, else (epoch + 1, 0); None if there
-        is no checkpoint.
-
-    Raises:
-        ValueError: a checkpoint is damaged, or holds objects other than tensors and plain values.
-    """
+    """Return the checkpoint to resume from, and the epoch and its batches done; None if there is none."""
     paths = [folder / name for name in (CHECKPOINT, WITHIN_EPOCH)]
     checkpoints = [(path, read(path)) for path in paths if path.exists()]
     if not checkpoints:
@@ -111,11 +88,7 @@ def newest(folder: Path) -> tuple[Path, tuple[int, int]] | None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a checkpoint of tensors and plain values only, so that no code in the file can run.
-
-    Raises:
-        ValueError: it is damaged, holds other objects, or does not say where training stopped.
-    """
+    """Read a checkpoint of tensors and plain values only, so that no code in the file can run."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         migrate_checkpoint(saved)  # as Lightning will
@@ -136,11 +109,7 @@ def write_weights(path: Path, weights: dict[str, Tensor], header: dict[str, str]
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Read the weights of the last finished epoch from safetensors or, if an older version wrote none, the checkpoint.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
+    """Read the weights of the last finished epoch from safetensors or, of older versions, from the checkpoint."""
     if not (folder / WEIGHTS).exists():
         return read(folder / CHECKPOINT)["state_dict"]
     try:

@@ -12,13 +12,7 @@ from torchrope_lab.training.module import MeanLoss, Module
 
 
 class Classifier(Module):
-    """Train a model to classify: cross-entropy, linear warm-up and cosine decay.
-
-    Args:
-        model: Maps inputs to logits.
-        num_classes: Number of classes.
-        optim: Settings of the optimiser.
-    """
+    """Train a model, which maps inputs to logits, to classify."""
 
     curve = ("val_loss", "val_top1")
 
@@ -57,16 +51,9 @@ class Classifier(Module):
 
 
 def training_loss(logits: Tensor, labels: Tensor, config: OptimConfig) -> Tensor:
-    """Compute cross-entropy, or binary cross-entropy with target 1 for every class that has a share in the label.
-
-    Args:
-        logits: `(batch, classes)`.
-        labels: Classes `(batch,)`, or their shares `(batch, classes)` if examples were mixed (mixup, CutMix).
-        config: Settings `loss` and `label_smoothing`.
-
-    References:
-        Touvron et al., DeiT III, section 3; `train_one_epoch` of its code for mixed labels.
-    """
+    """Compute the loss of logits `(batch, classes)`; labels are `(batch,)` or, if mixed, shares `(batch, classes)`."""
+    # Cross-entropy, or binary cross-entropy with target 1 for every class that has a share in the label: Touvron et
+    # al., DeiT III, section 3; `train_one_epoch` of its code for mixed labels.
     if config.loss == "cross-entropy":
         return functional.cross_entropy(logits, labels, label_smoothing=config.label_smoothing)
     targets = functional.one_hot(labels, logits.shape[-1]) if labels.ndim == 1 else labels > 0

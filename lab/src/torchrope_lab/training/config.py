@@ -379,13 +379,7 @@ def plain(config: Any) -> dict[str, Any]:
 
 
 def differences(stored: dict[str, Any], current: dict[str, Any], *, ignored: Sequence[str] = ()) -> str:
-    """List the first three settings that differ, as "optim.lr 0.001 instead of 0.002"; "" if none does.
-
-    Args:
-        stored: A stored configuration.
-        current: The current one.
-        ignored: Settings that may differ.
-    """
+    """List the first three settings that differ, as "optim.lr 0.001 instead of 0.002"; "" if none does."""
     old, new = flat(stored), flat(current)
     names = [name for name in changed(stored, current) if name not in ignored]
     changes = [f"{name} {old.get(name)} instead of {new.get(name)}" for name in names]
@@ -407,15 +401,7 @@ def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def read_config(stored: Any, allow: Sequence[str] = ()) -> RunConfig:
-    """Convert a stored configuration to dataclasses.
-
-    Args:
-        stored: The configuration.
-        allow: Modules and packages that may be imported for a source of data that is not torchrope's.
-
-    Raises:
-        ValueError: an entry is missing, unknown or invalid.
-    """
+    """Convert a stored configuration to dataclasses; a source of data is imported if `allow` names its module."""
     required = ("encoding", "seed", "data", "model", "optim")
     if missing := [name for name in required if name not in stored]:
         raise Mistake(f"{CONFIG} must be the configuration of a torchrope run, got one without {missing[0]}")

@@ -25,25 +25,16 @@ calibration and memory measurement."""
 
 @dataclass(frozen=True)
 class Cost:
-    """Costs of one model.
+    """Costs of one model."""
 
-    Attributes:
-        parameters: Number of learned parameters.
-        encoding_parameters: Those of the position encoding.
-        flops: Operations of a forward pass per input; a multiply-add is two. Matrix products, attention and matrix
-            exponentials count, element-wise operations do not. A batch shares its rotations.
-        step_seconds: Median time of a training step.
-        seconds: Time of a training step in each round; models measured together have the same rounds.
-        peak_memory_bytes: Peak memory of the tensors of a training step: parameters, gradients, activations and
-            temporaries, without the optimiser's moments.
-    """
+    # Matrix products, attention and matrix exponentials count in `flops`. A batch shares its rotations.
 
     parameters: int
-    encoding_parameters: int
-    flops: int
-    step_seconds: float
-    peak_memory_bytes: int
-    seconds: tuple[float, ...] = ()
+    encoding_parameters: int  # those of the position encoding
+    flops: int  # of a forward pass per input; a multiply-add is two; without element-wise operations
+    step_seconds: float  # median of `seconds`
+    peak_memory_bytes: int  # of a step's tensors, without the optimiser's moments
+    seconds: tuple[float, ...] = ()  # of a step in each round; models measured together have the same rounds
 
 
 def measure_costs(
@@ -53,14 +44,7 @@ def measure_costs(
     rounds: int = ROUNDS,
     precision: str = "float32",
 ) -> dict[str, Cost]:
-    """Measure models in one process, interleaved in short rounds, so that other load slows all of them equally.
-
-    Args:
-        builders: Functions that build the models, by name.
-        batch: Inputs and labels of a training step, on the device to measure.
-        rounds: Samples of each model.
-        precision: As `run.precision`.
-    """
+    """Measure models in one process, interleaved in short rounds, so that other load slows all of them equally."""
     inputs, labels = batch
     models = {name: build().to(inputs.device) for name, build in builders.items()}
     steps = {name: training_step(model, inputs, labels, precision) for name, model in models.items()}

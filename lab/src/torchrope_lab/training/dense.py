@@ -16,11 +16,7 @@ UPERNET_CHANNELS, CHANNELS = 512, 256
 
 
 def build_dense_module(config: RunConfig, data: DataModule) -> Module:
-    """Build the untrained model of a configuration for segmentation or detection.
-
-    Raises:
-        ValueError: as `build_model`.
-    """
+    """Build the untrained model of a configuration for segmentation or detection."""
     model = build_head(config.model, build_features(config.encoding, config.model, data), data)
     from torchrope_lab.training.dense_modules import Detector, Segmenter
 
@@ -29,11 +25,9 @@ def build_dense_module(config: RunConfig, data: DataModule) -> Module:
 
 @as_mistake()
 def build_features(encoding: str, config: ModelConfig, data: DataModule) -> Features:
-    """Build the backbone of a configuration: the stages of a Swin; of a ViT four layers for UperNet, else a pyramid.
-
-    As in detrex, DINO skips the first stage of a Swin, and the finest level of a ViT's pyramid.
-    DINO's pyramid also omits levels whose cells are smaller than 2 pixels, because they would take most of the time.
-    """
+    """Build the backbone of a configuration: the stages of a Swin; of a ViT four layers for UperNet, else a pyramid."""
+    # As in detrex, DINO skips the first stage of a Swin, and the finest level of a ViT's pyramid.
+    # DINO's pyramid also omits levels whose cells are smaller than 2 pixels, because they would take most of the time.
     model = on_lattice(build_model(encoding, config, data))
     if not isinstance(model, ViT):
         return Features(model, indices=range(int(config.head == "dino"), len(model.stages)))

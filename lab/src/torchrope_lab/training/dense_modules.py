@@ -20,12 +20,7 @@ Batch = tuple[Sequence[Tensor], Sequence[dict[str, Any]]]
 
 
 class DenseTraining(Module):
-    """Base class of the modules of both tasks: predictions, and the loss in training.
-
-    Args:
-        model: Has `losses`, `predict` and `classes`, as `torchrope_lab.dense.DenseModel`.
-        optim: Settings of the optimiser.
-    """
+    """Base class of the modules of both tasks; `model` has `losses`, `predict` and `classes`, as `DenseModel`."""
 
     def __init__(self, model: Any, optim: OptimConfig) -> None:
         super().__init__(model, optim)
@@ -45,11 +40,10 @@ class DenseTraining(Module):
 
 
 class Segmenter(DenseTraining):
-    """Train a model for semantic segmentation.
+    """Train a model for semantic segmentation; validation predicts full images."""
 
-    Validation predicts full images, and resizes logits to the size of the label maps. It logs the mean cross-entropy of
-    labelled pixels, and the mean intersection over union of the classes that occur.
-    """
+    # Logits are resized to the label maps. It logs the mean cross-entropy of labelled pixels, and the mean intersection
+    # over union of the classes that occur.
 
     curve = ("val_loss", "val_miou")
 
@@ -73,11 +67,9 @@ class Segmenter(DenseTraining):
 
 
 class Detector(DenseTraining):
-    """Train a model for object detection.
+    """Train a model for object detection; validation logs the loss and COCO's average precision of boxes, `val_ap`."""
 
-    Validation logs the loss in evaluation mode and COCO's average precision of boxes, `val_ap`, over the images of all
-    processes. Crowds are treated as by COCO.
-    """
+    # The loss is in evaluation mode, the precision over the images of all processes. Crowds are treated as by COCO.
 
     curve = ("val_loss", "val_ap")
 

@@ -10,11 +10,7 @@ from torchrope_lab.training.config import RunConfig
 
 
 def with_devices(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the Trainer's settings, with the world size of torchrun or Slurm's srun if either started this process.
-
-    Args:
-        settings: Settings of the Trainer.
-    """
+    """Return the Trainer's settings, with the world size of torchrun or Slurm's srun if either started this process."""
     counts = _launched()
     strategy = settings.get("strategy", "auto")
     if strategy == "auto" and counts.get("devices", 1) * counts.get("num_nodes", 1) > 1:
@@ -35,11 +31,7 @@ def _launched() -> dict[str, int]:
 
 
 def accumulation_steps(config: RunConfig, devices: int) -> int:
-    """Return how many batches per device add up to the effective batch: the gradient accumulation steps.
-
-    Raises:
-        ValueError: the effective batch is not a multiple of batch size · devices.
-    """
+    """Return how many batches per device add up to the effective batch: the gradient accumulation steps."""
     batch = config.data.batch_size * devices
     effective = config.optim.effective_batch or batch
     if effective % batch:

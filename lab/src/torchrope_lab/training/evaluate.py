@@ -29,19 +29,12 @@ SHUFFLE_SEED = 0
 
 @dataclass(frozen=True)
 class SizeResult:
-    """Accuracy of a model on the validation set at one input size.
+    """Accuracy of a model on the validation set at one input size."""
 
-    Attributes:
-        size: Extent along every axis.
-        inputs: Source of the inputs: "trained" (training size), or as `DataModule.other_sizes`.
-        correct: 1.0 if the prediction is correct, else 0.0, `(examples,)`.
-        enlarged: Number of examples whose originals have fewer pixels than this size.
-    """
-
-    size: tuple[int, ...]
-    inputs: Literal["trained", "read", "cropped", "resampled"]
-    correct: np.ndarray
-    enlarged: int = 0
+    size: tuple[int, ...]  # extent along every axis
+    inputs: Literal["trained", "read", "cropped", "resampled"]  # at the training size, or as `DataModule.other_sizes`
+    correct: np.ndarray  # 1.0 if the prediction is correct, else 0.0, `(examples,)`
+    enlarged: int = 0  # examples whose originals have fewer pixels than this size
 
     @property
     def top1(self) -> float:
@@ -61,23 +54,14 @@ class SizeResult:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Measures of one trained model on the validation set.
+    """Measures of one trained model on the validation set."""
 
-    Attributes:
-        labels: True class of every example.
-        predicted: Predicted class of every example.
-        val_loss: Mean cross-entropy.
-        shuffled_top1: Top-1 accuracy with the patches, or the positions of tokens, of every example randomly permuted.
-        resolutions: Accuracy at each input size, including the training size.
-        of_classes: `class_measures`.
-    """
-
-    labels: list[int]
-    predicted: list[int]
-    val_loss: float
-    shuffled_top1: float
-    resolutions: list[SizeResult]
-    of_classes: dict[str, Any]
+    labels: list[int]  # true class of every example
+    predicted: list[int]  # class of every example
+    val_loss: float  # mean cross-entropy
+    shuffled_top1: float  # patches, or positions of tokens, of every example randomly permuted
+    resolutions: list[SizeResult]  # at each input size, including the training size
+    of_classes: dict[str, Any]  # `class_measures`
 
     @property
     def top1(self) -> float:
@@ -104,19 +88,9 @@ class Evaluation:
 def evaluate(
     model: Model, data: DataModule, sizes: Iterable[tuple[int, ...]] = (), window_size: WindowSize | None = None
 ) -> Evaluation:
-    """Measure a trained model on the validation set of its data.
-
-    Args:
-        model: The model, evaluated on its current device.
-        data: Its data. If an example has several `views`, accuracy and loss are of the logits averaged over them;
-            shuffling and other sizes are measured on one view.
-        sizes: Input sizes to evaluate at besides the training size, as `scaled_sizes` or `size_of` return them;
-            must be empty for data without a lattice.
-        window_size: Windows of a Swin at other sizes, see `windows_at`.
-
-    Raises:
-        ValueError: a window size for a model without windows.
-    """
+    """Measure a trained model on the validation set, also at `sizes`, with windows of a Swin as of `windows_at`."""
+    # If an example has several `views`, accuracy and loss are of the logits averaged over them; shuffling and other
+    # sizes are measured on one view.
     labels, logits = predict(model, data, views=data.views)
     trained = SizeResult(tuple(data.input_size), "trained", _correct(labels, logits), data.enlarged)
     others = [_measured_at(model, data, size, window_size) for size in sizes if tuple(size) != trained.size]
@@ -131,18 +105,10 @@ def evaluate(
 
 
 def class_measures(labels: Tensor, logits: Tensor, classes: Sequence[str]) -> dict[str, Any]:
-    """Compute what accuracy hides where some classes are rare.
-
-    Args:
-        labels: True classes `(examples,)`.
-        logits: `(examples, classes)`.
-        classes: Names of the classes.
-
-    Returns:
-        `auroc`: area under the ROC curve of each class against all others, mean over the classes with examples (macro);
-        None if there is one class, or if logits are not finite. `sensitivity`: share of correct predictions among the
-        examples of each class, by name.
-    """
+    """Return `auroc` and `sensitivity`, which show what accuracy hides where some classes are rare."""
+    # `auroc`: area under the ROC curve of each class against all others, mean over the classes with examples (macro);
+    # None if there is one class, or if logits are not finite. `sensitivity`: share of correct predictions among the
+    # examples of each class, by name.
     present, correct = labels.unique().tolist(), logits.argmax(dim=-1) == labels
     sensitivity = {classes[index]: correct[labels == index].float().mean().item() for index in present}
     if len(present) < 2 or not logits.isfinite().all():
@@ -172,13 +138,7 @@ def shuffler(model: Model, seed: int) -> Transform:
 
 
 def correct_at(model: Model, data: DataModule, scales: Iterable[float]) -> dict[tuple[int, ...], list[bool]]:
-    """Return whether each validation example is classified correctly, at sizes other than the training size.
-
-    Args:
-        model: The model, evaluated on its current device.
-        data: Its data.
-        scales: Sizes as multiples of the training size. For tokens without a lattice the result is empty.
-    """
+    """Return whether each validation example is classified correctly, at other multiples of the training size."""
     if isinstance(model, TokenClassifier):
         return {}
     sizes = scaled_sizes(data, model.embed.patch_size, scales)
@@ -186,11 +146,7 @@ def correct_at(model: Model, data: DataModule, scales: Iterable[float]) -> dict[
 
 
 def keep_range(model: Model) -> None:
-    """Scale the positions of inputs of other sizes to the range of the training, as ComRoPE's code does.
-
-    Raises:
-        ValueError: the model is no ViT, or its positions are not those of a lattice with a spacing.
-    """
+    """Scale the positions of inputs of other sizes to the range of the training, as ComRoPE's code does."""
     if not isinstance(model, ViT):
         what = "a Swin, whose positions are in its windows" if isinstance(model, Swin) else "tokens at any positions"
         raise Mistake(f"the model must be a ViT to keep the range of positions, got {what}")
@@ -203,17 +159,9 @@ def keep_range(model: Model) -> None:
 
 
 def windows_at(model: Model, size: Sequence[int], window_size: WindowSize | None) -> list[int] | None:
-    """Return the window size of a Swin at an input size, in tokens per axis; None for the training window.
-
-    Args:
-        model: The model.
-        size: Input size.
-        window_size: A number for all axes but time; "grow": the training's, scaled like the input and rounded
-            (RoPE-ViT, ECCV 2024, figures 5 and 6); None: the training's.
-
-    Raises:
-        ValueError: a window size for a ViT.
-    """
+    """Return the window size of a Swin at an input size, in tokens per axis; None for the training window."""
+    # A number is for all axes but time. "grow" is the training's, scaled like the input and rounded (RoPE-ViT, ECCV
+    # 2024, figures 5 and 6).
     if window_size is None:
         return None
     if not isinstance(model, Swin):
@@ -249,15 +197,8 @@ def cache_suffix(data: DataModule) -> str:
 def predict(
     model: nn.Module, data: DataModule, change: Transform = lambda inputs: inputs, *, views: int = 1, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Compute labels `(examples,)` and logits `(examples, classes)` of the validation set with transformed inputs.
-
-    Args:
-        model: The model, evaluated on its current device.
-        data: The data.
-        change: Applied to each batch of inputs.
-        views: Views of each example, over which logits are averaged: those of `test_dataloader` if there are several.
-        options: Passed to the model with each batch.
-    """
+    """Compute labels `(examples,)` and logits `(examples, classes)` of the validation set with transformed inputs."""
+    # With several views, those of `test_dataloader`, logits are averaged over them.
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device

@@ -7,10 +7,8 @@ from torchrope.encodings import Encoding, commutator_ratio
 
 
 def commutator_penalty(model: nn.Module) -> Tensor:
-    """Compute the mean of  ‖AB - BA‖² / (‖A‖² ‖B‖²)  over encodings, pairs of axes, heads and blocks.
-
-    Encodings that commute by construction are not counted; without others it is 0.
-    """
+    """Compute the mean of  ‖AB - BA‖² / (‖A‖² ‖B‖²)  over encodings, pairs of axes, heads and blocks."""
+    # Encodings that commute by construction are not counted; without others it is 0.
     free = [encoding for encoding in _learned(model) if not encoding.relative]
     ratios = [commutator_ratio(encoding.generators()).square().mean() for encoding in free]
     return torch.stack(ratios).mean() if ratios else torch.zeros(())
@@ -18,11 +16,7 @@ def commutator_penalty(model: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def generator_measures(model: nn.Module) -> dict[str, float]:
-    """Measure the learned generators of a model: mean Frobenius norm, and mean distance from commuting.
-
-    Returns:
-        `generator_norm` and `commutator`; an empty dict without learned generators.
-    """
+    """Return mean Frobenius norm and mean distance from commuting of learned generators; {} if there are none."""
     generators = [encoding.generators() for encoding in _learned(model)]
     if not generators:
         return {}

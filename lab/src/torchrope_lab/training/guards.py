@@ -23,18 +23,12 @@ class Diverged(Mistake):
 
 
 class LossGuard(Callback):
-    """Check loss and gradients of every optimiser step; if they diverge, raise `Diverged` or skip the step.
+    """Check loss and gradients of every optimiser step; if they diverge, raise `Diverged`, or skip the step."""
 
-    To raise, the check of a step is read while the next one is computed, so that no step waits for the device: weights
-    in memory may then be of one diverged step, but none is validated or saved, because both wait for the check. To
-    skip, every step waits for its check, and a diverged one changes neither weights nor averages, those of batch norms
-    included.
-
-    Args:
-        folder: The folder of the run, which holds the last good checkpoint.
-        largest: Largest loss that does not count as diverged.
-        skip: Skip the step and count it, instead of raising.
-    """
+    # To raise, the check of a step is read while the next one is computed, so that no step waits for the device:
+    # weights in memory may then be of one diverged step, but none is validated or saved, because both wait for the
+    # check. To skip, every step waits for its check, and a diverged one changes neither weights nor averages, those of
+    # batch norms included.
 
     def __init__(self, folder: Path, largest: float, *, skip: bool) -> None:
         self.folder = folder
@@ -117,17 +111,7 @@ class LossGuard(Callback):
 
 
 class Check(Summed):
-    """Whether an optimiser step diverged in any process (above 0), its loss and its gradient's norm.
-
-    Args:
-        trainer: The trainer, in the step.
-        values: These three numbers of this process, float32 `(3,)`.
-        accumulated: Number of batches of the step.
-
-    Attributes:
-        step: Name of the step, for messages.
-        batches: Numbers of its batches in the epoch.
-    """
+    """Whether an optimiser step diverged in any process (above 0), its loss and its gradient's norm, float32 `(3,)`."""
 
     def __init__(self, trainer: pl.Trainer, values: Tensor, accumulated: int) -> None:
         super().__init__(trainer, values)

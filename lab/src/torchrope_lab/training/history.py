@@ -22,13 +22,9 @@ _SUMS = ("mean_value", "weight")
 
 
 class SeedEpoch(Callback):
-    """Seed every epoch only from seed, epoch and rank, so that a resumed run draws the same random numbers.
+    """Seed every epoch only from seed, epoch and rank, so that a resumed run draws the same random numbers."""
 
-    A checkpoint within an epoch holds the states of the random generators of all processes.
-
-    Args:
-        seed: Seed of the run.
-    """
+    # A checkpoint within an epoch holds the states of the random generators of all processes.
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -64,12 +60,7 @@ class SeedEpoch(Callback):
 
 
 class History(Callback):
-    """The learning curve: one row per epoch, saved in the checkpoint and in a CSV file.
-
-    Args:
-        path: The CSV file.
-        on_epoch: Called with every new row.
-    """
+    """The learning curve: one row per epoch, saved in the checkpoint and in a CSV file."""
 
     def __init__(self, path: Path, on_epoch: OnEpoch | None = None) -> None:
         self.path = path
@@ -148,14 +139,9 @@ def of_all_processes(value: Any) -> list[Any]:
 
 
 class Summed:
-    """Numbers of a step, the first summed over all processes, on their way to the CPU without a step waiting for them.
+    """Numbers of a step, the first summed over all processes, on their way to the CPU; no step waits for them."""
 
-    All processes must call it. The strategy's `reduce` would wait for them at a barrier.
-
-    Args:
-        trainer: The trainer.
-        values: Float32 `(n,)` on the device.
-    """
+    # All processes must call it. The strategy's `reduce` would wait for them at a barrier.
 
     def __init__(self, trainer: pl.Trainer, values: Tensor) -> None:
         self.sum = torch.distributed.all_reduce(values[:1], async_op=True) if trainer.world_size > 1 else None

@@ -30,24 +30,13 @@ _SETTINGS = (
 
 @as_mistake()
 def initialise(model: nn.Module, source: str) -> None:
-    """Load the weights of a run or of a public checkpoint into a model.
-
-    A rotary encoding that the source lacks, or has with other parameters, starts at zero, where rotary attention equals
-    plain attention, unless it is fixed; a head for a different number of classes keeps its random initialisation. A
-    model for segmentation or detection gets its backbone from a classifier, or everything from a run of its own kind.
-
-    Args:
-        model: A `ViT`, a `Swin`, a `TokenClassifier`, or a model for segmentation or detection.
-        source: "timm:NAME" or "hf:FOLDER_OR_NAME", which timm or transformers downloads if it is not on this machine;
-            the file of a published checkpoint; a file or folder that `torchrope.save` wrote; the folder of a run.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: a source that cannot be read, or a model that differs by more than encoding and head.
-
-    References:
-        Yu et al., ComRoPE, supplementary material (CVPR 2025, arXiv:2506.03737), section B.2.
-    """
+    """Load the weights of a run or of a public checkpoint into a model."""
+    # A rotary encoding that the source lacks, or has with other parameters, starts at zero, where rotary attention
+    # equals plain attention, unless it is fixed (Yu et al., ComRoPE, supplementary material (CVPR 2025,
+    # arXiv:2506.03737), section B.2); a head for a different number of classes keeps its random initialisation. A model
+    # for segmentation or detection gets its backbone from a classifier, or everything from a run of its own kind.
+    # `source` is "timm:NAME" or "hf:FOLDER_OR_NAME", which timm or transformers downloads if it is not on this machine;
+    # the file of a published checkpoint; a file or folder that `torchrope.save` wrote; the folder of a run.
     path, backbone = Path(source).expanduser(), getattr(model, "backbone", None)
     if is_run(path) and (backbone is None or config_of_run(path).model.task != "classify"):
         stored = weights_of_run(path)
@@ -62,15 +51,7 @@ def initialise(model: nn.Module, source: str) -> None:
 
 
 def read_model(source: str | os.PathLike[str]) -> Any:
-    """Load a trained model from any source that `initialise` names.
-
-    Returns:
-        A `ViT`, a `Swin` or a `TokenClassifier` in evaluation mode; from a file of `torchrope.save`, what it holds.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: a source that cannot be read.
-    """
+    """Load a trained model, in evaluation mode, from any source that `initialise` names."""
     path = Path(source).expanduser()
     if path.name in (WEIGHTS, CHECKPOINT) and is_run(path.parent):
         path = path.parent
@@ -88,11 +69,7 @@ def is_run(path: Path) -> bool:
 
 
 def model_of_run(folder: Path) -> Model:
-    """Build the model of a classification run from its weights and configuration, without reading its data.
-
-    Raises:
-        ValueError: a run of another task, or one whose files do not belong together.
-    """
+    """Build the model of a classification run from its weights and configuration, without reading its data."""
     config = config_of_run(folder)
     if config.model.task != "classify":
         raise Mistake(f"a run must be of model.head classify, got {config.model.head} in {folder}")

@@ -13,15 +13,11 @@ from torchrope_lab.training.signals import EXIT_INTERRUPTED, Interrupted, replac
 
 
 class SaveOnSignal(Checkpoint):
-    """Save and exit on SIGTERM and SIGUSR1; on Slurm, requeue the job on SIGUSR1.
+    """Save and exit on SIGTERM and SIGUSR1; on Slurm, requeue the job on SIGUSR1."""
 
-    All processes stop after the same optimiser step, so that a resumed run equals an uninterrupted one: the next one
-    that completes, or with several processes the one after it, because none waits to learn of the others' signals. A
-    signal in the last batch of an epoch takes effect when the next begins.
-
-    Args:
-        folder: The folder of the run.
-    """
+    # All processes stop after the same optimiser step, so that a resumed run equals an uninterrupted one: the next one
+    # that completes, or with several processes the one after it, because none waits to learn of the others' signals. A
+    # signal in the last batch of an epoch takes effect when the next begins.
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -22,16 +22,7 @@ from torchrope_lab.training.config import TASKS, ModelConfig
 
 
 class TokenClassifier(Transformer):
-    """A Transformer whose tokens and positions are one input tensor, for data without a lattice.
-
-    Args:
-        channels: Channels of a token, without its position.
-        settings: Arguments of `Transformer`.
-
-    Attributes:
-        arguments: The arguments that it was built with.
-        channels: Channels of a token, without its position.
-    """
+    """A Transformer whose tokens, of `channels`, and positions are one input tensor, for data without a lattice."""
 
     def __init__(self, channels: int, **settings: Any) -> None:
         super().__init__(channels, **settings)
@@ -52,11 +43,7 @@ Model = ViT | Swin | TokenClassifier
 
 
 def on_lattice(model: Model) -> ViT | Swin:
-    """Return the model if its tokens are patches on a lattice.
-
-    Raises:
-        ValueError: its tokens have any positions.
-    """
+    """Return the model if its tokens are patches on a lattice."""
     if isinstance(model, TokenClassifier):
         raise Mistake("a model must be one of patches on a lattice, got one of tokens at any positions")
     return model
@@ -64,17 +51,7 @@ def on_lattice(model: Model) -> ViT | Swin:
 
 @as_mistake()
 def build_model(encoding: str, config: ModelConfig, data: DataModule) -> Model:
-    """Build the model of a configuration for a data set.
-
-    Args:
-        encoding: A name such as "learned+liere:8".
-        config: Architecture of the model.
-        data: The data, which determine input size, channels and classes.
-
-    Raises:
-        ValueError: arguments that the encoding or the model does not accept, a setting of another backbone, or data
-            for another task or backbone.
-    """
+    """Build the model of a configuration for a data set, which determines input size, channels and classes."""
     check_backbone(config, data)
     if config.task not in data.tasks:
         heads = ", ".join(head for head, task in TASKS.items() if task in data.tasks)
@@ -91,11 +68,7 @@ def check_backbone(config: ModelConfig, data: DataModule) -> None:
 
 
 def check_patches(config: ModelConfig, data: DataModule) -> None:
-    """Check, before any data are read, that the backbone fits the data and that patches divide the inputs.
-
-    Raises:
-        ValueError: the backbone does not fit, or the input size is not a multiple of the patch size.
-    """
+    """Check, before any data are read, that the backbone fits the data and that patches divide the inputs."""
     check_backbone(config, data)
     if not data.lattice:
         return
@@ -142,10 +115,8 @@ def build_swin(encoding: str, config: ModelConfig, data: DataModule) -> Swin:
 
 
 def build_transformer(encoding: str, config: ModelConfig, data: DataModule) -> TokenClassifier:
-    """Build the transformer of a configuration for tokens at any positions, as `build_model` does.
-
-    Encodings are initialised as in their papers, for one token per unit of the data's extent along each axis.
-    """
+    """Build the transformer of a configuration for tokens at any positions, as `build_model` does."""
+    # Encodings are initialised as in their papers, for one token per unit of the data's extent along each axis.
     choice = resolve_encoding(encoding)
     return TokenClassifier(
         data.in_channels,
@@ -159,12 +130,9 @@ def build_transformer(encoding: str, config: ModelConfig, data: DataModule) -> T
 
 
 class AtReferenceSpacing(nn.Module):
-    """A model with positions in mm, called without voxel spacings, to measure costs: all patches are `unit_mm` apart.
+    """A model with positions in mm, called without voxel spacings, to measure costs: patches are `unit_mm` apart."""
 
-    Args:
-        model: The model, whose positions depend on voxel spacings.
-        spacing: Distance between voxels along each axis, in mm.
-    """
+    # `spacing` is the distance between voxels along each axis, in mm.
 
     def __init__(self, model: ViT, spacing: Sequence[float]) -> None:
         super().__init__()

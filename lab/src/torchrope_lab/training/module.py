@@ -18,30 +18,17 @@ class MeanLoss(MeanMetric):
     """Mean of losses that are not NaN, weighted by numbers of examples; unlike `MeanMetric`, no step waits for it."""
 
     def update(self, value: Tensor, weight: int) -> None:  # type: ignore[override]
-        """Add the mean loss of a batch.
-
-        Args:
-            value: The loss, 0-d.
-            weight: Number of its examples.
-        """
+        """Add the mean loss of a batch, 0-d, of `weight` examples."""
         known = ~value.isnan()
         self.mean_value += torch.where(known, value, 0).to(self.mean_value.dtype) * weight
         self.weight += known.to(self.weight.dtype) * weight
 
 
 class Module(pl.LightningModule):
-    """Base class for training a model. Subclasses define the steps, and log the metrics of `curve` in validation.
+    """Base class for training a model. Subclasses define the steps, and log the metrics of `curve` in validation."""
 
-    Args:
-        model: The model to train.
-        optim: Settings of the optimiser.
-
-    Attributes:
-        curve: Validation metrics in the learning curve; the last one measures the model's quality, in [0, 1].
-        train_loss: Mean loss of the epoch so far.
-        batch_loss: Mean loss of the last batch, which Lightning divides by the number of accumulated batches.
-        batch_examples: Number of its examples.
-    """
+    # The last metric of `curve` measures the model's quality, in [0, 1]. `batch_loss` is the mean loss of the last
+    # batch, which Lightning divides by the number of accumulated batches, `batch_examples` the number of its examples.
 
     curve: ClassVar[tuple[str, ...]]
 
@@ -64,12 +51,10 @@ class Module(pl.LightningModule):
         self.train_loss.update(self.batch_loss, examples)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients of the loss, and of the penalty on generators that do not commute.
-
-        Those of the batches of an optimiser step add up to the gradients of the mean over its examples. Lightning gives
-        every batch the weight 1 / `accumulate_grad_batches`, also if the last step of an epoch has fewer or smaller
-        ones.
-        """
+        """Compute gradients of the loss, and of the penalty on generators that do not commute."""
+        # Those of the batches of an optimiser step add up to the gradients of the mean over its examples. Lightning
+        # gives every batch the weight 1 / `accumulate_grad_batches`, also if the last step of an epoch has fewer or
+        # smaller ones.
         accumulated = self.trainer.accumulate_grad_batches
         if self.optim.commutator:
             loss = loss + self.optim.commutator * commutator_penalty(self.model) / accumulated

@@ -47,17 +47,8 @@ def build_schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, total:
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
-    """Split the trainable parameters by weight decay and by learning rate.
-
-    Weight matrices decay, norms and biases do not; encodings and prefix tokens do if `decay_encodings` is set.
-
-    Args:
-        model: torchrope's `ViT` or `Swin`, alone or as `backbone.model` of a model for segmentation or detection.
-        config: Settings of the optimiser.
-
-    Returns:
-        Groups with `params`, `weight_decay` and `lr`.
-    """
+    """Split the trainable parameters into groups with `params`, `weight_decay` and `lr`."""
+    # Weight matrices decay, norms and biases do not; encodings and prefix tokens do if `decay_encodings` is set.
     rates = learning_rates(model, config)
     split = param_groups_weight_decay if config.decay_encodings else tr.parameter_groups
     groups = []
@@ -70,16 +61,12 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
 
 
 def learning_rates(model: nn.Module, config: OptimConfig) -> dict[nn.Parameter, float]:
-    """Compute the highest learning rate of each parameter:  lr · layer_decay^k,  k levels below the head.
-
-    Level 0 is the embedding, 1 to n are the layers with their encodings, n + 1 the last norm and the head. Parameters
-    that all layers share have the level of the first layer. In a model with a backbone, everything but the backbone has
-    the head's level, and the rates of the backbone are multiplied by `backbone_lr`; those of rotary encodings and
-    score biases by `encoding_lr`.
-
-    References:
-        Bao et al., BEiT, section 3.2 of the appendix on fine-tuning; before it, Clark et al., ELECTRA.
-    """
+    """Compute the highest learning rate of each parameter:  lr · layer_decay^k,  k levels below the head."""
+    # Bao et al., BEiT, section 3.2 of the appendix on fine-tuning; before it, Clark et al., ELECTRA. Level 0 is the
+    # embedding, 1 to n are the layers with their encodings, n + 1 the last norm and the head. Parameters that all
+    # layers share have the level of the first layer. In a model with a backbone, everything but the backbone has the
+    # head's level, and the rates of the backbone are multiplied by `backbone_lr`; those of rotary encodings and score
+    # biases by `encoding_lr`.
     backbone, prefix = _backbone(model)
     highest = config.backbone_lr * config.lr if prefix else config.lr
     rates = {**dict.fromkeys(model.parameters(), config.lr), **dict.fromkeys(backbone.parameters(), highest)}

@@ -17,19 +17,12 @@ _QUALITIES = {"val_top1": "top-1", "val_miou": "mIoU", "val_ap": "AP"}
 
 @dataclass
 class Part:
-    """Amount of work of one kind, in a unit that all parts share, such as forward passes of one example.
-
-    Attributes:
-        left: Work left.
-        done: Work done and timed.
-        seconds: Time that the work done took.
-        processes: Number of processes that share the work left.
-    """
+    """Amount of work of one kind, in a unit that all parts share, such as forward passes of one example."""
 
     left: float = 0.0
-    done: float = 0.0
-    seconds: float = 0.0
-    processes: int = 1
+    done: float = 0.0  # and timed
+    seconds: float = 0.0  # that the work done took
+    processes: int = 1  # that share the work left
 
     def add(self, work: float, seconds: float) -> None:
         """Add timed work; the work left does not change."""
@@ -38,14 +31,8 @@ class Part:
 
 
 def seconds_left(parts: Collection[Part]) -> float | None:
-    """Estimate the time left:  Σ_k  left_k / processes_k · seconds_k / done_k  over the parts k.
-
-    A part with no timed work has the mean rate  Σ seconds / Σ done  of all parts. None if nothing has been timed.
-
-    Example:
-        >>> seconds_left([Part(left=40, done=20, seconds=10), Part(left=10)])
-        25.0
-    """
+    """Estimate the time left:  Σ_k  left_k / processes_k · seconds_k / done_k  over the parts k."""
+    # A part with no timed work has the mean rate  Σ seconds / Σ done  of all parts. None if nothing has been timed.
     done = sum(part.done for part in parts)
     if not done:
         return None
@@ -55,25 +42,12 @@ def seconds_left(parts: Collection[Part]) -> float | None:
 
 
 def as_clock(seconds: float) -> str:
-    """Format seconds as minutes, hours and days.
-
-    Example:
-        >>> as_clock(80), as_clock(7265.4)
-        ('01:20', '2:01:05')
-    """
+    """Format seconds as minutes, hours and days: "01:20", "2:01:05"."""
     return str(timedelta(seconds=round(seconds))).removeprefix("0:")
 
 
 class Display:
-    """Progress bar with the time left on a terminal; only lines of text if the output is not a terminal.
-
-    The bar has one line; names are cut if the terminal is too narrow.
-
-    Args:
-        console: Console to write to.
-        total: Steps of the bar.
-        suffix: Text after the estimate, such as "left".
-    """
+    """Progress bar of one line with the time left on a terminal; only lines of text if the output is not a terminal."""
 
     def __init__(self, console: Console, total: int, suffix: str = "left") -> None:
         self.console, self.total, self.suffix = console, total, suffix
@@ -103,14 +77,8 @@ class Display:
         self.bar.update(self.task, description=description, completed=completed, name=name, detail=detail, **fields)
 
     def line(self, text: str, name: str = "", *notes: str, seconds: float | None = None) -> None:
-        """Print a line with notes in parentheses; the last note is the estimate if no bar shows it.
-
-        Args:
-            text: The line, with {} for the name.
-            name: Cut on a terminal, so that the line fits.
-            notes: Short texts.
-            seconds: Estimated time left.
-        """
+        """Print a line with notes in parentheses; the last note is the estimate if no bar shows it."""
+        # `text` has {} for the name, which is cut on a terminal, so that the line fits.
         about = [] if not seconds or self.is_bar else [f"about {as_clock(seconds)} {self.suffix}"]
         noted = f"  ({', '.join([*notes, *about])})" if notes or about else ""
         room = self.console.width - len(text.format("")) - len(noted)
@@ -136,13 +104,8 @@ def describe_quality(row: Mapping[str, float]) -> str:
 
 
 def print_epochs(epochs: int) -> Callable[[dict[str, float]], None]:
-    """Return a function that prints a line for a row of the learning curve: loss, quality and the time left.
-
-    The time left is that of the epochs to come, by the mean duration of those that were printed.
-
-    Args:
-        epochs: Epochs of the run.
-    """
+    """Return a function that prints a line for a row of the learning curve: loss, quality and the time left."""
+    # The time left is that of the epochs to come, by the mean duration of those that were printed.
     seconds: list[float] = []
 
     @rank_zero_only

@@ -29,24 +29,9 @@ def load_checkpoint(
     options: Mapping[str, Any] | None = None,
     ranged: bool = False,
 ) -> tuple[ViT | Swin, DataModule]:
-    """Read a published checkpoint, and set up data of its input size, normalised as its family is.
-
-    Args:
-        file: The checkpoint.
-        config: The data.
-        given: Settings of the data that the user chose, which do not change: "size", "frames", "normalise".
-        options: Options of `torchrope.load_published`.
-        ranged: Whether positions at other sizes are scaled to the training range (`keep_range`); for ComRoPE's
-            checkpoints by their own option.
-
-    Returns:
-        The model, on a GPU if available, and its data.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: a checkpoint that `load_published` cannot read, data of other axes, channels, sizes or classes, or
-            an unknown normalisation of the inputs.
-    """
+    """Read a published checkpoint, and set up data of its input size, normalised as its family is."""
+    # `given` are settings of the data that the user chose, which do not change: "size", "frames", "normalise".
+    # With `ranged`, positions at other sizes are scaled to the training range, for ComRoPE's by their own option.
     state = read_state(file)
     family = family_of(state)
     options = {**(options or {}), **({"positions": "range"} if ranged and "positions" in options_of(family) else {})}

@@ -80,30 +80,11 @@ def train(
     may_change: Sequence[str] = (),
     **trainer_settings: Any,
 ) -> tuple[Module, History]:
-    """Train to the last epoch; resume from the checkpoint in `folder` if there is one.
-
-    A run that was killed and resumed ends with the same weights as an uninterrupted one.
-
-    Args:
-        config: Configuration of the run.
-        data: The data, set up.
-        folder: Receives `config.yaml`, `data.json`, and after every epoch `checkpoint.ckpt`, `weights.safetensors`
-            (only the model) and `curve.csv`, each written atomically; also `within-epoch.ckpt` if
-            `run.checkpoint_every` is set.
-        on_epoch: Called with every finished epoch's row of the learning curve.
-        may_change: Settings that may differ from those of an earlier call on the folder, beside `MAY_CHANGE`.
-        trainer_settings: Passed to Lightning's Trainer.
-
-    Returns:
-        The trained model, on the device it was trained on, and its learning curve.
-
-    Raises:
-        ValueError: the folder holds a run of another configuration or other classes, or a damaged checkpoint,
-            `init` is not of the same model, `optim.train_sizes` are not multiples of the patch size, a batch does not
-            fit into memory, or the loss diverges (`Diverged`).
-        Interrupted: a signal, SIGTERM or SIGUSR1, stopped the run after saving; the same call resumes.
-        KeyboardInterrupt: Ctrl-C stopped the run; the same call resumes from the last checkpoint.
-    """
+    """Train to the last epoch; resume from the checkpoint in `folder` if there is one."""
+    # A run that was killed and resumed ends with the same weights as an uninterrupted one. The folder receives
+    # `config.yaml`, `data.json`, and after every epoch `checkpoint.ckpt`, `weights.safetensors` (only the model) and
+    # `curve.csv`, each written atomically; also `within-epoch.ckpt` if `run.checkpoint_every` is set. `may_change` are
+    # settings that may differ from those of an earlier call on the folder, beside `MAY_CHANGE`.
     pl.seed_everything(config.seed, verbose=False)
     module = build_module(config, data)
     if config.run.compile:
@@ -235,18 +216,8 @@ def _check_examples(folder: Path, data: DataModule, what_follows: str) -> None:
 def load(
     folder: Path, data: DataModule | None = None, *, allow: Sequence[str] = (), crop_ratio: CropRatio | None = None
 ) -> tuple[RunConfig, DataModule, Module]:
-    """Read a trained run: its configuration, its data, and the model of its last finished epoch.
-
-    Args:
-        folder: The folder of the run.
-        data: Its data, if already set up.
-        allow: Modules and packages that may be imported for an encoding or data that are not torchrope's.
-        crop_ratio: Replaces the run's `data.crop_ratio`.
-
-    Raises:
-        ValueError: the folder holds no run, its files are damaged or of different runs, its data have other classes,
-            or its encoding is defined in a module that is neither imported nor allowed.
-    """
+    """Read a trained run: its configuration, its data, and the model of its last finished epoch."""
+    # `crop_ratio` replaces the run's. `allow` names modules that may be imported for an encoding or data of users.
     trained = (folder / CHECKPOINT).exists() or (folder / WEIGHTS).exists()
     if not (folder / CONFIG).exists() or not trained:
         missing = WEIGHTS if (folder / CONFIG).exists() else CONFIG

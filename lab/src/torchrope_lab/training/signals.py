@@ -25,10 +25,8 @@ _BLOCKS: list[list[int]] = []
 
 @contextmanager
 def interrupted_by_signals() -> Iterator[None]:
-    """Raise `Interrupted` in the block on SIGTERM and SIGUSR1; on Slurm, requeue the job on SIGUSR1 when it has ended.
-
-    Only the main thread receives signals; in another the block is not interrupted.
-    """
+    """Raise `Interrupted` in the block on SIGTERM and SIGUSR1; on Slurm, SIGUSR1 requeues the job when it has ended."""
+    # Only the main thread receives signals; in another the block is not interrupted.
     received: list[int] = []
 
     def interrupt(number: int, _: Any) -> None:

@@ -13,11 +13,7 @@ KEPT_AXES = ("time", "depth")
 
 
 def training_sizes(optim: OptimConfig, model: ModelConfig, data: DataModule) -> tuple[Size, ...]:
-    """Return the input sizes that training draws from; an empty tuple if all steps have the data's size.
-
-    Raises:
-        ValueError: a size is not a multiple of the patch size, or the data's last axis is one of `KEPT_AXES`.
-    """
+    """Return the input sizes that training draws from; an empty tuple if all steps have the data's size."""
     if not optim.train_sizes:
         return ()
     if not data.lattice:
@@ -28,19 +24,8 @@ def training_sizes(optim: OptimConfig, model: ModelConfig, data: DataModule) -> 
 
 
 def size_of(pixels: int, data: DataModule, patch_size: Sequence[int], option: str) -> Size:
-    """Return the input size with the given pixels along the last axis, and along axes of the same length.
-
-    `KEPT_AXES` keep their length; axes of another length change in proportion, rounded to whole patches.
-
-    Args:
-        pixels: Pixels along the last axis.
-        data: The data, with their axes and lengths.
-        patch_size: Extent of a patch along each axis.
-        option: Name of the option, for errors.
-
-    Raises:
-        ValueError: the number is not a multiple of the patch size, or the last axis is one of `KEPT_AXES`.
-    """
+    """Return the input size with the given pixels along the last axis, and along axes of the same length."""
+    # `KEPT_AXES` keep their length; axes of another length change in proportion, rounded to whole patches.
     if data.axes[-1] in KEPT_AXES:
         rule = f"{option} is for data whose last axis is not {data.axes[-1]}"
         raise Mistake(f"{rule}, got axes {', '.join(data.axes)}")

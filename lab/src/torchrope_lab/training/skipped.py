@@ -16,15 +16,10 @@ SKIPPED = "skipped.json"
 
 
 class KeepSkipped(Callback):
-    """Save the list of unreadable files with every checkpoint, and load it at the start.
+    """Save the list of unreadable files with every checkpoint, and load it at the start."""
 
-    Listed files count towards `max_skipped`. Files are read again whenever they are drawn, so the list does not affect
-    which examples are used.
-
-    Args:
-        folder: The folder of the run.
-        data: The data that the run reads.
-    """
+    # Listed files count towards `max_skipped`. Files are read again whenever they are drawn, so the list does not
+    # affect which examples are used.
 
     def __init__(self, folder: Path, data: DataModule) -> None:
         self.path = folder / SKIPPED
@@ -67,10 +62,6 @@ class KeepSkipped(Callback):
 
 
 def read_skipped(folder: Path) -> dict[str, str]:
-    """Read the files that a run could not read, and why; an empty dict if no list was saved.
-
-    Raises:
-        ValueError: the list is damaged.
-    """
+    """Read the files that a run could not read, and why; an empty dict if no list was saved."""
     file = folder / SKIPPED
     return read_mapping(file, SKIPPED) if file.exists() else {}

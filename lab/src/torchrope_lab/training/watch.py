@@ -30,14 +30,9 @@ _MLFLOW_RUN = "mlflow-run"
 
 
 def loggers(config: RunConfig, folder: Path) -> list[Logger]:
-    """Build the configured loggers; a resumed run continues the logs of `folder`.
-
-    Runs are named as their folder. CSV, TensorBoard and MLflow write to `folder/logs`; MLflow follows
-    MLFLOW_TRACKING_URI if it is set.
-
-    Raises:
-        ValueError: a logger's package is not installed.
-    """
+    """Build the configured loggers; a resumed run continues the logs of `folder`."""
+    # Runs are named as their folder. CSV, TensorBoard and MLflow write to `folder/logs`; MLflow follows
+    # MLFLOW_TRACKING_URI if it is set.
     return [_logger(name, folder) for name in config.run.logs]
 
 
@@ -50,13 +45,10 @@ def log_settings(loggers: Sequence[Logger], config: RunConfig, folder: Path) -> 
 
 
 class Speed(Callback):
-    """Log loss, learning rate and throughput: examples and tokens per second, and model FLOP utilisation.
+    """Log loss, learning rate and throughput: examples and tokens per second, and model FLOP utilisation."""
 
-    Args:
-        tokens: Tokens of an example; None if unknown.
-        flops: Floating-point operations of a forward pass of one example; None if unknown.
-        peak_tflops: Peak of one device, in 10¹² operations per second; None if unknown.
-    """
+    # `tokens` and `flops` (of a forward pass) are of one example, `peak_tflops` of one device in 10¹² operations per
+    # second; None if unknown.
 
     def __init__(self, tokens: int | None, flops: int | None, peak_tflops: float | None) -> None:
         self.tokens = tokens
@@ -103,16 +95,13 @@ class Speed(Callback):
 def speed_measures(
     rate: float, tokens: int | None, flops: int | None, peak_tflops: float | None, devices: int
 ) -> dict[str, float]:
-    """Compute throughput in examples and tokens per second, and the model FLOP utilisation
-
-        3 · flops · rate / (devices · peak)
-
-    of Chowdhery et al., PaLM, appendix B. Recomputation by activation checkpointing is not counted.
+    """Compute examples and tokens per second, and model FLOP utilisation  3 · flops · rate / (devices · peak).
 
     Example:
         >>> speed_measures(100.0, tokens=65, flops=10**9, peak_tflops=1.0, devices=1)
         {'samples_per_second': 100.0, 'tokens_per_second': 6500.0, 'flop_utilisation': 0.3}
     """
+    # Chowdhery et al., PaLM, appendix B. Recomputation by activation checkpointing is not counted.
     measures = {"samples_per_second": rate}
     if tokens is not None:
         measures["tokens_per_second"] = rate * tokens

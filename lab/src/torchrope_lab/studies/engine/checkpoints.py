@@ -21,35 +21,22 @@ from torchrope_lab.training.initial import config_of_run, is_run, read_model
 
 @dataclass(frozen=True)
 class Site:
-    """An encoding of a model, and the lattice that it is applied to.
+    """An encoding of a model, and the lattice that it is applied to."""
 
-    Attributes:
-        encoding: Encoding of one layer, or of all layers that share it.
-        sizes: Tokens along each axis at the training size; in a Swin those of the stage's window; none off a lattice.
-        spacing, origin: Spacing and origin of their lattice.
-    """
-
-    encoding: Encoding
-    sizes: tuple[int, ...]
+    encoding: Encoding  # of one layer, or of all layers that share it
+    sizes: tuple[int, ...]  # tokens per axis at the training size; in a Swin of the stage's window; none off a lattice
     spacing: PerAxis
     origin: PerAxis
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A trained model that was read from a file.
+    """A trained model that was read from a file."""
 
-    Attributes:
-        name: Name of its file, without blanks, unique.
-        path: Path that the user gave.
-        model: On the CPU, in evaluation mode.
-        sites: Rotary encodings, the first layer first; empty if it has none.
-    """
-
-    name: str
-    path: Path
-    model: nn.Module
-    sites: list[Site]
+    name: str  # of its file, without blanks, unique
+    path: Path  # as the user gave it
+    model: nn.Module  # on the CPU, in evaluation mode
+    sites: list[Site]  # rotary encodings, the first layer first; empty if it has none
 
     @property
     def title(self) -> str:
@@ -58,15 +45,7 @@ class Checkpoint:
 
 
 def read_checkpoints(paths: Sequence[str], others: Collection[str] = ()) -> list[Checkpoint]:
-    """Load trained models.
-
-    Args:
-        paths: Files of published checkpoints or of `torchrope.save`, and folders of `torchrope.save` or of a run.
-        others: Names that are already in use.
-
-    Raises:
-        ValueError: a file is missing or contains no supported model; in one line that names it.
-    """
+    """Load published checkpoints, files and folders of `torchrope.save`, and folders of runs, with unique names."""
     places = [_place(path) for path in paths]
     return [_read(place, name) for place, name in zip(places, _short_names(places, others), strict=True)]
 

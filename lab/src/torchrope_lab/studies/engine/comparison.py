@@ -31,17 +31,11 @@ from torchrope_lab.studies.engine.runs import Trained
 
 @dataclass(frozen=True)
 class Comparison:
-    """Trained classifiers with each encoding, and the conclusion about them.
+    """Trained classifiers with each encoding, and the conclusion about them."""
 
-    Attributes:
-        groups: Runs by encoding, by decreasing accuracy, with the seeds that all encodings have.
-        conclusion: The conclusion, about distinct functions.
-        same: Another encoding that is the same function on the data, by encoding; the conclusion counts it once.
-    """
-
-    groups: Mapping[str, Sequence[Trained]]
-    conclusion: Conclusion
-    same: Mapping[str, str]
+    groups: Mapping[str, Sequence[Trained]]  # by encoding, by decreasing accuracy, with the seeds that all have
+    conclusion: Conclusion  # about distinct functions
+    same: Mapping[str, str]  # another encoding that is the same function on the data, by encoding
 
     @cached_property
     def rights(self) -> dict[str, np.ndarray]:
@@ -66,12 +60,7 @@ class Comparison:
 def compare_runs(
     trained: Iterable[Trained], *, margin: float = 0.01, costs: Mapping[str, np.ndarray] | None = None
 ) -> Comparison:
-    """Conclude which encoding is most accurate, over the seeds that all encodings have.
-
-    Args:
-        trained: Classifiers, trained on the same data.
-        margin, costs: See `torchrope_lab.statistics.conclude`.
-    """
+    """Conclude, as `conclude` does, which encoding is most accurate on the same data, over the seeds that all have."""
     groups = with_common_seeds(by_encoding(trained))
     rights = {name: correct(runs) for name, runs in groups.items()}
     ordered = {name: groups[name] for name in sorted(groups, key=lambda name: (-rights[name].mean(), name))}
@@ -100,14 +89,9 @@ def with_common_seeds(groups: Mapping[str, Sequence[Trained]]) -> dict[str, list
 
 
 def same_functions(groups: Mapping[str, Sequence[Trained]]) -> dict[str, str]:
-    """Find encodings that are the same function on the data, such as `axial` and `mrope` on one axis.
-
-    The evidence is training itself, which is deterministic on a CPU: predictions, losses and learning curve of an
-    encoding equal those of another, bit by bit, with every seed.
-
-    Returns:
-        The first such encoding, "none" before others, by the name of each further one.
-    """
+    """Map encodings to the first one that is the same function on the data, such as `mrope` to `axial` on one axis."""
+    # The evidence is training itself, which is deterministic on a CPU: predictions, losses and learning curve of an
+    # encoding equal those of another, bit by bit, with every seed. "none" is first.
     first: dict[object, str] = {}
     same = {}
     for name in sorted(groups, key=lambda name: name != BASELINE):
@@ -122,14 +106,7 @@ def _untimed(curve: Sequence[Mapping[str, float]]) -> tuple[tuple[tuple[str, flo
 
 
 def main_table(comparison: Comparison, title: str, extra: Columns = (), note: str = "") -> Table:
-    """Build the table of accuracy, verdicts and losses.
-
-    Args:
-        comparison: The comparison.
-        title: Title of the table.
-        extra: Further columns, whose items are names of encodings.
-        note: About the further columns.
-    """
+    """Build the table of accuracy, verdicts, losses and extra columns, whose items are names of encodings."""
     found, runs, rights = comparison.conclusion, comparison.groups, comparison.rights
     counted = comparison.counted_as
 

@@ -30,47 +30,25 @@ SCORE_THRESHOLD = 0.5
 
 @dataclass(frozen=True)
 class Task:
-    """A dense prediction task and its measure. It can be pickled.
+    """A dense prediction task and its measure. It can be pickled."""
 
-    Attributes:
-        name: Name in data sets and heads.
-        title: Title shown in the report.
-        measure: Displayed name of the measure.
-        head: Default head on the backbone.
-        curve: The measure's name in a learning curve.
-        classes: The attribute of the data with the names of the classes.
-        about: Definition of the measure, in a sentence.
-        shown: Explanation of its pictures, in a sentence.
-        truth: Maps a target to the ground truth in the form of a prediction.
-        in_image: Converts the prediction for an enlarged image to pixels of the target, from image and target.
-        record: Computes the statistics of a prediction and its target that are stored.
-        measure_of: Maps the records of all images to a function of their weights that computes the measure.
-        overlay: Draws a prediction, or the ground truth, over an image of the data.
-    """
-
-    name: str
+    name: str  # in data sets and heads
     title: str
-    measure: str
-    head: str
-    curve: str
-    classes: str
-    about: str
-    shown: str
-    truth: Callable[[Target], Prediction]
-    in_image: Callable[[Prediction, Tensor, Tensor, Target], Prediction]
-    record: Callable[[Prediction, Target], Record]
-    measure_of: Callable[[Sequence[Record]], Measure]
-    overlay: Callable[[Prediction, Tensor, DataModule], Overlay]
+    measure: str  # its displayed name
+    head: str  # the default
+    curve: str  # the measure's name in a learning curve
+    classes: str  # the attribute of the data with the names of the classes
+    about: str  # definition of the measure, in a sentence
+    shown: str  # explanation of its pictures, in a sentence
+    truth: Callable[[Target], Prediction]  # maps a target to a prediction
+    in_image: Callable[[Prediction, Tensor, Tensor, Target], Prediction]  # from an enlarged image to the target
+    record: Callable[[Prediction, Target], Record]  # computes what is stored of a prediction
+    measure_of: Callable[[Sequence[Record]], Measure]  # maps records of all images to a function of weights
+    overlay: Callable[[Prediction, Tensor, DataModule], Overlay]  # draws it over an image
 
 
 def count_pixels(prediction: Prediction, target: Target) -> Record:
-    """Count intersection, predicted and true pixels of each class in a map; pixels of true class 255 are ignored.
-
-    Example:
-        >>> truth = {"map": torch.tensor([[0, 0, 255]])}
-        >>> count_pixels({"map": torch.tensor([[0, 1, 1]])}, truth)
-        {'0': [1, 1, 2], '1': [0, 1, 0]}
-    """
+    """Count intersection, predicted and true pixels of each class in a map; pixels of true class 255 are ignored."""
     predicted, truth = prediction["map"], target["map"]
     valid = truth != IGNORED
     classes = int(torch.cat([predicted[valid], truth[valid]]).max()) + 1 if valid.any() else 0
@@ -194,19 +172,9 @@ def evaluate_dense(
     scales: Sequence[float] = (1.0,),
     flip: bool = False,
 ) -> dict[str, Any]:
-    """Measure a trained model on the validation images of its data, with 95 % bootstrap intervals over images.
-
-    Args:
-        model: The trained model.
-        task: "segment" or "detect".
-        data: Its data.
-        crop: Side of the windows of sliding-window inference, in pixels; the stride is two thirds of it.
-        scales: Input scales of multi-scale test-time augmentation.
-        flip: Whether to use horizontal-flip test-time augmentation.
-
-    Returns:
-        `miou`, or `ap` and `ap50`; `interval` of the first; `images`, the number of images.
-    """
+    """Return `miou`, or `ap` and `ap50`, on validation `images`, with the 95 % bootstrap `interval` of the first."""
+    # `crop` is the side of sliding windows in pixels, with a stride of two thirds of it.
+    # `scales` and `flip` are those of multi-scale and horizontal-flip test-time augmentation.
     dense_task = next(known for known in TASKS if known.name == task)
     predictor = model
     if crop is not None:

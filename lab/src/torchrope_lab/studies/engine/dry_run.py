@@ -27,15 +27,7 @@ class NotTrained(Exception):
 
 
 def print_plan(lab: "Lab", jobs: Sequence[Job], unfinished: Sequence[Job], work: Workload, further: bool) -> None:
-    """Print runs with what is finished, the minutes that the others will take, and warnings.
-
-    Args:
-        lab: Lab of the study.
-        jobs: The runs with their measures.
-        unfinished: Those to train or to measure.
-        work: The work of the study.
-        further: Whether the study trains further runs after these.
-    """
+    """Print runs with what is finished, the minutes that the others will take, and warnings."""
     for job in jobs:
         done, epochs = lab.store.epochs(job.run), job.run.config.optim.epochs
         begun = f"{done} of {epochs} epochs done" if done < epochs else "trained, to be measured"

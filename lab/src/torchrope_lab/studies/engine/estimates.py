@@ -152,11 +152,8 @@ def loss(runs: Sequence[Trained]) -> float:
 
 
 def last_train_loss(runs: Sequence[Trained]) -> dict[str, float | None]:
-    """Compute the mean training loss of the last epoch over seeds, and its standard deviation.
-
-    Returns:
-        train_loss, train_spread: both None if a loss is not finite, the latter also for one seed.
-    """
+    """Return `train_loss` and `train_spread`: mean and standard deviation over seeds of the loss in the last epoch."""
+    # Both are None if a loss is not finite, the spread also for one seed.
     losses = [each.curve[-1].get("train_loss", float("nan")) if each.curve else float("nan") for each in runs]
     if not np.isfinite(losses).all():
         return {"train_loss": None, "train_spread": None}
@@ -173,11 +170,8 @@ def best_epoch(runs: Sequence[Trained]) -> float | None:
 
 
 def contrasts(pairs: Mapping[Key, tuple[np.ndarray, np.ndarray]]) -> dict[Key, Interval]:
-    """Compute the accuracy of the first of each pair minus that of the second, in points, at 5 % over all (Bonferroni).
-
-    Args:
-        pairs: Right or wrong, `(seeds, examples)`, all of the same examples; seeds that not all have are left out.
-    """
+    """Compute accuracy of the first of each pair minus that of the second, in points, at 5 % over all (Bonferroni)."""
+    # Arrays are right or wrong, `(seeds, examples)`, all of the same examples; seeds that not all have are left out.
     if not pairs:
         return {}
     seeds = min(len(right) for pair in pairs.values() for right in pair)
@@ -210,10 +204,7 @@ def weighted_mean(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def rank(measures: Mapping[str, BootstrapEstimate]) -> dict[str, str]:
-    """Rank names by mean as "best", `NOT_DIFFERENT` or "behind"; all pairs are tested, at 5 % over all (Holm).
-
-    A single name is `NOT_COMPARED`.
-    """
+    """Rank names by mean as "best", `NOT_DIFFERENT` or "behind"; all pairs are tested, at 5 % over all (Holm)."""
     if len(measures) == 1:
         return dict.fromkeys(measures, NOT_COMPARED)
     ordered = sorted(measures, key=lambda name: (-measures[name].mean, name))
@@ -228,14 +219,8 @@ def rank(measures: Mapping[str, BootstrapEstimate]) -> dict[str, str]:
 
 
 def trend(x: Sequence[float], rights: Sequence[np.ndarray]) -> BootstrapEstimate:
-    """Fit the slope of top-1 over x by least squares, in points per unit of x.
-
-    The slope is the mean over examples of each example's slope, so that the bootstrap is paired.
-
-    Args:
-        x: Two different values or more.
-        rights: Right or wrong at each x, or differences of these, `(seeds, examples)`, the same examples for all.
-    """
+    """Fit the slope of top-1 over x by least squares, in points per unit of x; `rights[i]` are `(seeds, examples)`."""
+    # The slope is the mean over examples of each example's slope, so that the bootstrap is paired.
     centred = np.subtract(x, fmean(x))
     weights = centred / np.square(centred).sum()
     seeds = min(len(right) for right in rights)
@@ -244,14 +229,7 @@ def trend(x: Sequence[float], rights: Sequence[np.ndarray]) -> BootstrapEstimate
 
 
 def drawn_means(values: Sequence[np.ndarray]) -> np.ndarray:
-    """Compute means in bootstrap draws, over validation examples and, for several, seeds.
-
-    Args:
-        values: Of each row, `(seeds, examples)` or `(examples,)`, the same examples for all.
-
-    Returns:
-        `(draws, rows)`.
-    """
+    """Compute bootstrap means `(draws, rows)` over examples and seeds of rows `(seeds, examples)` or `(examples,)`."""
     by_seed = [np.atleast_2d(each) for each in values]
     of_all = np.stack([each.mean(axis=0) for each in by_seed])
     examples = of_all.shape[1]
@@ -261,11 +239,9 @@ def drawn_means(values: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def drawn_seeds(seeds: int) -> np.ndarray:
-    """Draw weights of training runs, `(draws, seeds)`, the same for the same number; 1 for one seed.
-
-    Weighted means of values of runs are distributed as Student's interval says, with `seeds` - 1 degrees of freedom:
-    means over seeds drawn with replacement vary too little for a few seeds.
-    """
+    """Draw weights of training runs, `(draws, seeds)`, the same for the same number; 1 for one seed."""
+    # Weighted means of values of runs are distributed as Student's interval says, with `seeds` - 1 degrees of freedom:
+    # means over seeds drawn with replacement vary too little for a few seeds.
     if seeds == 1:
         return np.ones((RESAMPLES, 1))
     random = np.random.default_rng(0)
@@ -275,16 +251,8 @@ def drawn_seeds(seeds: int) -> np.ndarray:
 
 
 def first_reach(x: np.ndarray, curves: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Compute where curves first reach a target, by linear interpolation; infinite for curves that do not reach it.
-
-    Args:
-        x: Increasing, `(points,)`.
-        curves: `(draws, points)`.
-        target: `(draws,)`.
-
-    Returns:
-        `(draws,)`; the first x where a curve starts at its target or above.
-    """
+    """Interpolate where curves `(draws, points)` first reach targets `(draws,)`; infinite where they do not."""
+    # A curve that starts at its target or above has the first x; x increases, `(points,)`.
     reached = curves >= target[:, None]
     after = reached.argmax(axis=1)
     before = np.maximum(after - 1, 0)
@@ -356,15 +324,8 @@ def tied_with(others: Sequence[str]) -> str:
 def change_sentence(
     what: str, measure: str, moved: Mapping[str, Interval], seeds: int, unit: str = " points", digits: int = 1
 ) -> str:
-    """Describe in how many cases an intervention significantly changes a measure, and its largest effect.
-
-    Args:
-        what: The intervention: "sharing across heads or layers".
-        measure: The measure: "accuracy".
-        moved: The change by case, at 5 % over all of them.
-        seeds: Training runs of each case.
-        unit, digits: Unit and decimals of the change.
-    """
+    """Describe in how many cases an intervention significantly changes a measure, and its largest effect."""
+    # `what` and `measure` are words, as in "sharing across heads or layers" and "accuracy".
     if not moved:
         return f"There is nothing to compare for {what}: only one case was trained."
     raised, lowered = (sum(each) for each in zip(*((m.low > 0, m.high < 0) for m in moved.values()), strict=True))

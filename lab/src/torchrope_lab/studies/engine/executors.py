@@ -57,15 +57,10 @@ class Postponed:
 
 @dataclass(frozen=True)
 class Failure:
-    """An error in another process, as its result.
+    """An error in another process, as its result."""
 
-    Attributes:
-        error: The error to raise: a user's mistake or a signal as it was; a bug as RuntimeError with its traceback.
-        trace: The traceback of a mistake in the other process.
-    """
-
-    error: BaseException
-    trace: str = ""
+    error: BaseException  # a user's mistake or a signal as it was; a bug as RuntimeError with its traceback
+    trace: str = ""  # of a mistake in the other process
 
 
 class RemoteTraceback(Exception):
@@ -100,16 +95,12 @@ class LocalHandle:
 
 
 class LocalExecutor(AbstractContextManager["LocalExecutor"]):
-    """Runs calls in processes of this machine, which live for many calls.
+    """Runs calls in processes of this machine, which live for many calls."""
 
-    Each process is started before it imports torch with one GPU of those that this process may use, or with its share
-    of the cores. It leads a process group, so that Ctrl-C reaches this process alone. If the block is left by an
-    exception, all processes get SIGTERM, and SIGKILL after `GRACE_SECONDS` or at another Ctrl-C; they also end if this
-    process dies.
-
-    Args:
-        processes: Number of processes.
-    """
+    # Before it imports torch, each process gets one GPU of those that this process may use, or its share of the cores.
+    # It leads a process group, so that Ctrl-C reaches this process alone. If the block is left by an
+    # exception, all processes get SIGTERM, and SIGKILL after `GRACE_SECONDS` or at another Ctrl-C; they also end if
+    # this process dies.
 
     def __init__(self, processes: int) -> None:
         self.processes = processes
@@ -206,14 +197,7 @@ def run_all(
     wait: Callable[[], object],
     on_poll: Callable[[Sequence[Item]], None] = lambda _: None,
 ) -> None:
-    """Collect the results of all calls; an error, Ctrl-C or a signal cancels those that have not ended.
-
-    Args:
-        handles: What each call is about, by its handle.
-        on_result: Called with that and the result of each call that has ended.
-        wait: Waits until a call may have ended.
-        on_poll: Called between with what has not ended.
-    """
+    """Pass each call's subject and result to `on_result`; an error or a signal cancels calls that have not ended."""
     left = dict(handles)
     try:
         while left:
@@ -230,14 +214,7 @@ def run_all(
 
 
 def result_of(handle: Handle) -> Any:
-    """Return the result of a call.
-
-    Raises:
-        ValueError: the call raised it, or OSError, or ModuleNotFoundError, as a user's mistake.
-        RuntimeError: it raised another error in another process, whose traceback is the message.
-        ChildProcessError: its process was killed.
-        CancelledError: it was cancelled.
-    """
+    """Return the result of a call, or raise its error: a user's mistake as ValueError, a bug with its traceback."""
     result = handle.result()
     if isinstance(result, Failure):
         raise result.error from (RemoteTraceback(result.trace) if result.trace else None)

@@ -8,19 +8,7 @@ from torchrope_lab.studies.engine.study import Lab
 
 
 def feasible(lab: Lab, runs: Iterable[Run], where: str = "") -> list[Run]:
-    """Leave out runs whose model cannot be built, for example because head_dim is not divisible by the block size.
-
-    Args:
-        lab: Lab of the study, whose `left_out` gets a reason for each encoding left out.
-        runs: The requested runs.
-        where: Beginning of the reasons.
-
-    Returns:
-        The feasible runs, in order.
-
-    Raises:
-        ValueError: a name is unknown.
-    """
+    """Return the runs whose model can be built; `lab.left_out` gets a reason, beginning with `where`, for others."""
     feasible_runs = []
     for run in runs:
         resolve_encoding(run.encoding)

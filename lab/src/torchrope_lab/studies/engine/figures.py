@@ -29,17 +29,7 @@ def figure(
     low: str | None = None,
     high: str | None = None,
 ) -> Figure:
-    """Build a figure with a line, or marks, for each series.
-
-    Args:
-        name, title, caption: As of `Figure`.
-        x, y: The axes.
-        rows: The numbers.
-        kind: "lines", "points" or "bars".
-        series: Key of the series in a row.
-        panel: Key of the small figure that a row is in.
-        low, high: Keys of the interval's ends.
-    """
+    """Build a figure with a line, or marks, for each series and a small figure for each panel, both keys of rows."""
     axes = (f"{axis.title.lower()}{f' in {axis.unit}' if axis.unit else ''}" for axis in (y, x))
     alt = f"{title}: {' by '.join(axes)}, {len({row[series] for row in rows})} series"
     alt += f" in {len({row[panel] for row in rows})} panels" if panel else ""
@@ -48,12 +38,7 @@ def figure(
 
 
 def top1_by_encoding(rights: Mapping[str, np.ndarray], chance: float) -> Figure:
-    """Build a figure of top-1 with intervals, in decreasing order.
-
-    Args:
-        rights: Right or wrong by encoding, `(seeds, examples)`.
-        chance: Accuracy of the best constant prediction.
-    """
+    """Build a figure of top-1 with intervals, in decreasing order, from right or wrong `(seeds, examples)`."""
     ordered = sorted(rights, key=lambda name: (-rights[name].mean(), name))
     rows = [{"name": name, **top1_cells(rights[name])} for name in ordered]
     caption = f"Lines are 95 % intervals. The best constant prediction has {100 * chance:.1f} %."
@@ -91,15 +76,7 @@ Point = tuple[str, str, float, Sequence[float | None]]
 def line_figure(
     x: Axis, y: Axis, points: Iterable[Point], *, panel: str | None = None, panels: bool = True, **shown: Any
 ) -> Figure:
-    """Build a figure of lines through estimates with intervals.
-
-    Args:
-        x, y: The axes.
-        points: The points of the lines.
-        panel: Key of the panel in a row; None for rows without one.
-        panels: Whether each panel is a small figure; otherwise all lines are in one.
-        shown: Name, title and caption of the figure.
-    """
+    """Build a figure of lines through estimates with intervals, with a small figure by panel if `panels`."""
     rows: list[Row] = [
         {"name": series, **({panel: part} if panel else {}), x.key: at, **cells(y.key, found)}
         for series, part, at, found in points
@@ -109,13 +86,7 @@ def line_figure(
 
 
 def cells_figure(x: Axis, y: Axis, colour: Axis, cells: Iterable[Sequence[Value]], **shown: Any) -> Figure:
-    """Build a figure of coloured cells, such as a matrix.
-
-    Args:
-        x, y, colour: The axes and the colour scale.
-        cells: x, y and the value of each cell.
-        shown: Name, title and caption of the figure, and `panel`, the key of a fourth value of each cell.
-    """
+    """Build a figure of coloured cells, such as a matrix, from x, y, value and possibly panel of each cell."""
     keys = [x.key, y.key, colour.key, *([shown["panel"]] if "panel" in shown else [])]
     rows = [dict(zip(keys, cell, strict=True)) for cell in cells]
     alt = f"{shown['title']}: {colour.title.lower()} by {x.title.lower()} and {y.title.lower()}, as colours."
@@ -123,13 +94,7 @@ def cells_figure(x: Axis, y: Axis, colour: Axis, cells: Iterable[Sequence[Value]
 
 
 def map_figure(x: Axis, y: Axis, colour: Axis, maps: Mapping[str, np.ndarray], **shown: Any) -> Figure:
-    """Build a figure of coloured maps, one small figure for each.
-
-    Args:
-        x, y, colour: The axes and the colour scale.
-        maps: Values `(rows, columns)` by the name of the panel.
-        shown: Name, title and caption of the figure.
-    """
+    """Build a figure of coloured maps `(rows, columns)`, one small figure for each."""
     alt = f"{colour.title} by {x.title.lower()} and {y.title.lower()}, {len(maps)} maps."
     cells = (
         (j, i, round(float(value), 6), panel)

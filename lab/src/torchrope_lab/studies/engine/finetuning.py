@@ -23,12 +23,7 @@ SHARE_OF_LR = 0.3
 
 
 def fine_tuned(lab: Lab, name: str) -> list[Run]:
-    """Plan runs over seeds of a quarter of the epochs, at a lower rate, from the trained model without the encoding.
-
-    Args:
-        lab: Lab of the study.
-        name: "learned" or "learned+ROTARY".
-    """
+    """Plan runs over seeds of a quarter of the epochs, at a lower rate, from the trained model without the encoding."""
     pretraining = lab.config.optim
     lr = SHARE_OF_LR * pretraining.lr
     shorter = {

@@ -33,16 +33,8 @@ def groups_of_folds(runs: Sequence[Run]) -> list[list[int]]:
 
 
 def pooled(trained: Sequence[Trained], data: DataModule) -> list[Trained]:
-    """Join the runs of all folds to one, with a prediction of every example; other runs stay as they are.
-
-    Args:
-        trained: Runs; those of which a fold is missing are left out.
-        data: Data of a fold, set up.
-
-    Returns:
-        Labels and predictions are in the order of `DataModule.fold_of_examples`, curves and losses means over folds,
-        seconds sums.
-    """
+    """Join the runs of all folds to one with a prediction of every example; those that lack a fold are left out."""
+    # Labels and predictions are in the order of `DataModule.fold_of_examples`, curves and losses means over folds.
     joined = []
     for indices in groups_of_folds([one.run for one in trained]):
         folds = [trained[index] for index in indices]

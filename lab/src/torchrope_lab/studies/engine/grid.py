@@ -102,14 +102,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class Results:
-    """Finished runs of a study, for its sections.
-
-    Attributes:
-        lab: Lab of the study.
-        grid: The runs.
-        factor: The factor.
-        reference: The encoding to compare with; empty if the study has none.
-    """
+    """Finished runs of a study, for its sections; `reference` is empty if the study has none."""
 
     lab: Lab
     grid: Grid
@@ -148,11 +141,7 @@ class Results:
         return {cell.name: cell.right for cell in self.cells if cell.level == level}
 
     def changes(self, other: Callable[[str, Level], tuple[str, Level]]) -> Changes:
-        """Compute the accuracy of every cell minus that of another one, in points, paired by example.
-
-        Args:
-            other: Maps encoding and level to those of the cell to compare with; cells without one are left out.
-        """
+        """Compute the accuracy of every cell minus that of another, if there is one, in points, paired by example."""
         right = {(cell.name, cell.level): cell.right for cell in self.cells}
         pairs = {key: other(*key) for key in right if other(*key) != key}
         return contrasts({key: (right[key], right[base]) for key, base in pairs.items() if base in right})
@@ -160,15 +149,10 @@ class Results:
 
 @dataclass(frozen=True, kw_only=True)
 class Section(Findings):
-    """A part of a study's findings.
+    """A part of a study's findings."""
 
-    Attributes:
-        answer: The study's answer; empty for a sentence about the changes.
-        changes: Differences or slopes that the answer may be about.
-    """
-
-    answer: str = ""
-    changes: Changes = field(default_factory=dict)
+    answer: str = ""  # empty for a sentence about the changes
+    changes: Changes = field(default_factory=dict)  # differences or slopes that the answer may be about
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,16 +223,7 @@ class OneFactor:
 
 
 def train_grid(lab: Lab, plan: Plan, measures: MeasuresOf = lambda _: (), *, further: bool = False) -> Grid:
-    """Train the cells of a grid, except those whose model cannot be built.
-
-    Args:
-        lab: Lab of the study.
-        plan: Runs over seeds, by encoding and level.
-        measures, further: See `Lab.train`.
-
-    Raises:
-        ValueError: no cell is left, or a name is unknown.
-    """
+    """Train the cells of a grid, except those whose model cannot be built."""
     trainable: dict[str, dict[Level, Sequence[Run]]] = {}
     for name, level, runs in _each(plan):
         if possible := feasible(lab, runs, "" if level == ONLY else f"At {level}: "):
@@ -343,19 +318,12 @@ class AgainstMixed:
 
 @dataclass(frozen=True)
 class Slope:
-    """Fits the slope of top-1 over the levels.
-
-    Attributes:
-        title: Title of the table.
-        heading: Heading of its column: "Per doubling of the width".
-        x: Function of a level, by default the number of doublings.
-        of_lead: Whether it is the slope of the lead over the reference.
-    """
+    """Fits the slope of top-1 over the levels."""
 
     title: str
-    heading: str
-    x: Callable[[float], float] = log2
-    of_lead: bool = False
+    heading: str  # of the column: "Per doubling of the width"
+    x: Callable[[float], float] = log2  # function of a level, by default the number of doublings
+    of_lead: bool = False  # whether it is the slope of the lead over the reference
 
     def __call__(self, results: Results) -> Section:
         """Fit the slopes."""
@@ -381,34 +349,19 @@ def parameters(results: Results) -> Section:
 
 
 def leads(results: Results, others: Mapping[str, str]) -> Changes:
-    """Compute the accuracy of encodings minus that of others at the same level, in points, on the same examples.
-
-    Args:
-        results: The runs.
-        others: Encoding to compare with, by encoding.
-    """
+    """Compute the accuracy of encodings minus that of others at the same level, in points, on the same examples."""
     return results.changes(lambda name, level: (others.get(name, ""), level))
 
 
 def baseline_changes(results: Results, encoding: str) -> Changes:
-    """Train an encoding with the study's settings, and compute the accuracy of every cell minus that of its runs.
-
-    Returns:
-        The differences, without cells of the same runs.
-    """
+    """Train an encoding with the study's settings; return the accuracy of every other cell minus that of its runs."""
     trained = results.lab.train(results.lab.runs([encoding]))
     others = [cell for cell in results.cells if cell.runs[0].run.key != trained[0].run.key]
     return contrasts({(cell.name, cell.level): (cell.right, correct(trained)) for cell in others})
 
 
 def trends(grid: Grid, x: Callable[[float], float] = log2, reference: str | None = None) -> dict[str, Interval]:
-    """Compute the slope of top-1, in points per unit of x, of encodings with two levels or more.
-
-    Args:
-        grid: The runs.
-        x: Maps a level to x, by default to the number of doublings.
-        reference: Fit the lead over this encoding instead of top-1.
-    """
+    """Compute the slope of top-1, or of the lead over a reference, in points per unit of x, with two levels or more."""
     slopes = {}
     for name, levels in grid.items():
         shared = [level for level in levels if reference is None or level in grid[reference]]
@@ -457,13 +410,7 @@ def top1_figure(results: Results) -> Figure:
 
 
 def lead_section(results: Results, ahead: Changes, same: str) -> Section:
-    """Show the lead over the reference, in points, by the levels of the factor.
-
-    Args:
-        results: The runs.
-        ahead: The differences.
-        same: Common property of the two: "the same model".
-    """
+    """Show the lead over the reference, in points, by the levels of the factor."""
     factor, reference = results.factor, results.reference
     lead = figure(
         f"lead-by-{factor.key}",

@@ -30,13 +30,7 @@ from torchrope_lab.training.watch import BACKWARD_AND_FORWARD
 
 @dataclass(frozen=True)
 class Measured:
-    """A finished run and its measures.
-
-    Attributes:
-        trained: The run.
-        shuffled: Right or wrong for each validation example with its patches shuffled.
-        sizes: Right or wrong at input sizes other than the training size.
-    """
+    """A finished run, and whether it is right for each validation example, shuffled and at other input sizes."""
 
     trained: Trained
     shuffled: np.ndarray
@@ -44,23 +38,13 @@ class Measured:
 
 
 def robustness(data: DataModule, scales: Sequence[float], passes: float = 0.0) -> Measure:
-    """Return the measure of answers with shuffled patches or positions, and at other input sizes.
-
-    Args:
-        data: The data of the runs.
-        scales: Input sizes, as multiples of the training size.
-        passes: Its work in passes over the validation set.
-    """
+    """Return the measure of answers with shuffled patches or positions, and at multiples of the training size."""
     name = f"shuffled-and-scales-{'-'.join(f'{scale:g}' for scale in scales)}{cache_suffix(data)}"
     return Measure(name, partial(_evaluate, scales=scales), passes)
 
 
 def read_robustness(trained: Trained, measure: Measure) -> Measured:
-    """Read a run's `robustness`.
-
-    Raises:
-        ValueError: its file is damaged.
-    """
+    """Read a run's `robustness`."""
     stored = trained.measured(measure.name)
     try:
         sizes = {tuple(size): _bits(right, len(trained.labels)) for size, right in stored["sizes"]}
@@ -104,14 +88,8 @@ def _bits(text: str, examples: int) -> np.ndarray:
 
 
 def known_costs(file: Path, names: Sequence[str], *, precision: str, anywhere: bool = False) -> dict[str, Any] | None:
-    """Read the costs of all encodings; None unless they were measured together, with this torch on this machine.
-
-    Args:
-        file: Where `costs_of` stores them.
-        names: The encodings.
-        precision: That of the runs.
-        anywhere: Accept another machine, where jobs of a cluster run.
-    """
+    """Read the costs of all encodings; None unless they were measured together, with this torch on this machine."""
+    # `anywhere` accepts another machine, where jobs of a cluster run.
     stored = read_mapping(file, "costs") if file.exists() else {}
     if stored.get("torch") != torch.__version__ or not (anywhere or stored.get("machine") == machine()):
         return None

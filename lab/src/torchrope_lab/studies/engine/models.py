@@ -25,19 +25,12 @@ Result = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Measures:
-    """Measures of the models of one encoding, or of one checkpoint.
-
-    Attributes:
-        name: Name of the encoding or checkpoint.
-        title: Title shown in the report.
-        results: One per seed.
-        part: Key of the part of the results that these are, such as a state of the models; empty for all.
-    """
+    """Measures of the models of one encoding, or of one checkpoint."""
 
     name: str
     title: str
-    results: Sequence[Result]
-    part: str = ""
+    results: Sequence[Result]  # one per seed
+    part: str = ""  # key of the part of the results that these are, such as a state of the models; empty for all
 
     def at(self, part: str) -> "Measures":
         """Return the measures under a key of the results."""
@@ -58,13 +51,7 @@ NAME_COLUMNS: Columns = ((NAMES[0], lambda measures: measures.title), (NAMES[1],
 
 @dataclass(frozen=True)
 class Models:
-    """The models that a study measures.
-
-    Attributes:
-        lab: Lab of the study.
-        runs: Runs whose model can be built.
-        checkpoints: Models read from files.
-    """
+    """The models that a study measures: runs whose model can be built, and models read from files."""
 
     lab: Lab
     runs: Sequence[Run]
@@ -86,12 +73,7 @@ class Models:
     def measure(
         self, measure_of: Callable[[Run], Measure], checkpoint: Callable[[Checkpoint], Result] | None = None
     ) -> list[Measures]:
-        """Train the runs, and measure all models; runs that diverged are left out.
-
-        Args:
-            measure_of: Returns what is measured of a run.
-            checkpoint: Measures a checkpoint; by default none is measured.
-        """
+        """Train the runs, and measure all models; runs that diverged are left out."""
         found = []
         trained = self.lab.train(self.runs, lambda run: [_unless_diverged(measure_of(run))]) if self.runs else []
         for name, runs in by_encoding(trained).items():
@@ -119,15 +101,6 @@ def _of_finite(model: nn.Module, data: DataModule, compute: Callable[[Any, DataM
 
 
 def select_models(lab: Lab, encodings: Sequence[str], checkpoints: Sequence[str] = ()) -> Models:
-    """Select the models of a study.
-
-    Args:
-        lab: Lab of the study.
-        encodings: Encodings to train with every seed of the lab; those that the model does not support are left out.
-        checkpoints: Files and folders of models.
-
-    Raises:
-        ValueError: an encoding is unknown, or a file is missing or contains no supported model.
-    """
+    """Select the models of a study: files, and encodings that the model supports, with every seed of the lab."""
     files = read_checkpoints(checkpoints, encodings)
     return Models(lab, feasible(lab, lab.runs(encodings)), files)

@@ -24,12 +24,7 @@ _SHADES = ((0.9, 0.9), (0.8, 0.55), (0.5, 0.95), (0.6, 0.75), (0.9, 0.4))
 
 
 class Overlay(NamedTuple):
-    """A transparent drawing over an image.
-
-    Attributes:
-        png: A PNG file in base64.
-        classes: Indices of the classes drawn.
-    """
+    """A transparent drawing over an image: a PNG file in base64, and the indices of the classes drawn."""
 
     png: str
     classes: list[int]

@@ -18,31 +18,18 @@ def _file() -> dict[str, Any]:
 
 
 def cite(reference: str) -> str:
-    """Write references in full.
-
-    Args:
-        reference: A paper's key and the place in it, such as "liere-2, table 1"; several are separated by "; ". Papers
-            without a key are named in full.
-    """
+    """Write references such as "liere-2, table 1", separated by "; ", in full; papers without a key stay."""
     parts = (one.partition(",") for one in reference.split("; "))
     return "; ".join(f"{_file()['sources'].get(paper, paper)}{comma}{place}" for paper, comma, place in parts)
 
 
 def published(study: str) -> list[Table]:
-    """Return the published results that belong to a study.
-
-    Args:
-        study: Its name, such as "model-size".
-    """
+    """Return the published results that belong to a study."""
     return [table_of_entry(entry) for entry in _file()["tables"].get(study, [])]
 
 
 def results_of(recipe: Recipe) -> dict[str, dict[str, float]]:
-    """Return the published results of a recipe, by measure and name of the encoding.
-
-    Raises:
-        ValueError: it names no table of `published.yaml`, or none of its columns or rows.
-    """
+    """Return the published results of a recipe, by measure and name of the encoding."""
     results = {}
     for measure, reference in (recipe.published or {}).items():
         title, name, *_ = reference.split(" | ")
@@ -64,11 +51,7 @@ def results_of(recipe: Recipe) -> dict[str, dict[str, float]]:
 
 
 def errata(study: str | None = None) -> list[dict[str, str]]:
-    """Return the errata of the published tables of a study, or of all studies.
-
-    Returns:
-        For each: source, what (a cell or a statement), printed, correct, and why.
-    """
+    """Return errata of the tables of a study, or of all: source, what (cell or statement), printed, correct, why."""
     tables = _file()["tables"]
     entries = [entry for name in ([study] if study else tables) for entry in tables.get(name, [])]
     return [{"source": entry["source"], **erratum} for entry in entries for erratum in entry.get("errata", [])]
@@ -80,13 +63,10 @@ def claims() -> list[dict[str, str]]:
 
 
 def table_of_entry(entry: Mapping[str, Any]) -> Table:
-    """Build a table of published numbers.
-
-    Args:
-        entry: title, source, columns (that of the name first), rows (one per line, cells separated by "|": a name, then
-            numbers; "69.3 (68.9-69.7)" has an interval, "-" is missing), and optionally unit ("%"), digits (1), text
-            (true if cells are not numbers) and note (errors or omissions of the paper's table).
-    """
+    """Build a table of published numbers from an entry of `published.yaml`."""
+    # The entry has title, source, columns (that of the name first), rows (one per line, cells separated by "|": a name,
+    # then numbers; "69.3 (68.9-69.7)" has an interval, "-" is missing), and optionally unit ("%"), digits (1), text
+    # (true if cells are not numbers) and note (errors or omissions of the paper's table).
     cells = [[cell.strip() for cell in line.split("|")] for line in entry["rows"].strip().splitlines()]
     text, unit, digits = entry.get("text", False), entry.get("unit", "%"), entry.get("digits", 1)
     columns = [Column("name", entry["columns"][0])]

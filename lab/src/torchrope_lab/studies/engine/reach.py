@@ -12,27 +12,16 @@ from torchrope_lab.studies.engine.estimates import ends, first_reach
 
 @dataclass(frozen=True)
 class Reach:
-    """Point at which a curve first reaches a target, or a function of it; infinite if it does not.
+    """Point at which a curve first reaches a target, or a function of it; infinite if it does not."""
 
-    Attributes:
-        measured: The point, `(1,)`.
-        draws: The point in every bootstrap draw, `(draws,)`.
-    """
-
-    measured: np.ndarray
-    draws: np.ndarray
+    measured: np.ndarray  # `(1,)`
+    draws: np.ndarray  # the point in every bootstrap draw, `(draws,)`
 
     @classmethod
     def of(
         cls, x: np.ndarray, curve: np.ndarray, target: float, drawn_curves: np.ndarray, drawn_targets: np.ndarray
     ) -> "Reach":
-        """Interpolate between points.
-
-        Args:
-            x: Increasing, `(points,)`.
-            curve, target: The curve, `(points,)`, and its target.
-            drawn_curves, drawn_targets: The same in every draw, `(draws, points)` and `(draws,)`.
-        """
+        """Interpolate the curve `(points,)`, and the curves of every draw, `(draws, points)`."""
         return cls(first_reach(x, curve[None], np.array([target])), first_reach(x, drawn_curves, drawn_targets))
 
     @property

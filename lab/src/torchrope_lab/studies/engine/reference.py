@@ -20,11 +20,7 @@ WITH_SAME = (
 
 
 def reference_of(lab: Lab) -> str:
-    """Return the encoding that a study compares with: --reference, or an absolute encoding that suits the data.
-
-    Raises:
-        ValueError: the model does not support it.
-    """
+    """Return the encoding that a study compares with: --reference, or an absolute encoding that suits the data."""
     name = lab.reference or reference_for(lab.config.data)
     check_reference(lab, name)
     return name
@@ -61,16 +57,8 @@ def all_but(reference: str, names: Iterable[str]) -> dict[str, str]:
 
 
 def mixed_counterparts(names: Iterable[str], reference: str | None = None) -> dict[str, str]:
-    """Map encodings that learn more than frequencies to the same combination with RoPE-Mixed, if it is among the names.
-
-    Args:
-        names: Names of the encodings.
-        reference: An encoding that others are compared with anyway, so that no counterpart is needed.
-
-    Example:
-        >>> mixed_counterparts(["axial", "mixed", "liere:8", "learned+liere", "learned+mixed", "bias+string"])
-        {'liere:8': 'mixed', 'learned+liere': 'learned+mixed'}
-    """
+    """Map encodings that learn more than frequencies to the same with RoPE-Mixed, if it is among the names."""
+    # `reference` needs no counterpart: others are compared with it anyway.
     by_parts = {frozenset(_parts(name)): name for name in names}
     counterparts = {}
     for parts, name in by_parts.items():

@@ -38,30 +38,17 @@ NUMERICS = 3
 
 @dataclass(frozen=True)
 class Measure:
-    """What is computed of a trained model besides its predictions, once, and stored in the run's folder.
+    """What is computed of a trained model besides its predictions, once, and stored in the run's folder."""
 
-    Attributes:
-        name: Identifies the measure and its settings.
-        compute: Function of model and data that returns values that JSON can represent, and changes neither. It can be
-            pickled: a function of a module, or a partial of one.
-        passes: Its work in passes over the validation set, for the estimate of the time left.
-        data: The data to measure on; by default those that the run is trained on.
-    """
-
-    name: str
-    compute: Callable[[Any, DataModule], dict[str, Any]]
-    passes: float = 0.0
-    data: DataConfig | None = None
+    name: str  # identifies the measure and its settings
+    compute: Callable[[Any, DataModule], dict[str, Any]]  # returns JSON's types, changes nothing, can be pickled
+    passes: float = 0.0  # its work in passes over the validation set, for the estimate of the time left
+    data: DataConfig | None = None  # to measure on; by default those that the run is trained on
 
 
 @dataclass(frozen=True)
 class Run:
-    """One model to train.
-
-    Attributes:
-        config: Settings of the run.
-        after: The run from whose weights it starts.
-    """
+    """One model to train, from the weights of the run `after` if there is one."""
 
     config: RunConfig
     after: "Run | None" = None
@@ -114,31 +101,18 @@ class Job:
 
 @dataclass
 class Trained:
-    """A finished run.
-
-    Attributes:
-        run: The run.
-        folder: Folder of its files.
-        labels: True class of every validation example; empty for segmentation and detection.
-        predicted: Predicted class of every validation example; empty for segmentation and detection.
-        val_loss: Mean loss over them; None if it is not finite or unknown.
-        curve: A row per epoch: epoch, train_loss, the names of `Module.curve`, seconds.
-        seconds: Training time.
-        fingerprint: Hash of its data.
-        skipped: Files that could not be read, with the reason.
-        provenance: Where and when it was trained: values of `provenance`, threads and the date.
-    """
+    """A finished run."""
 
     run: Run
     folder: Path
-    labels: list[int]
-    predicted: list[int]
-    val_loss: float | None
-    curve: list[dict[str, float]]
-    seconds: float
-    fingerprint: str = ""
-    skipped: dict[str, str] = field(default_factory=dict)
-    provenance: dict[str, Any] = field(default_factory=dict)
+    labels: list[int]  # of every validation example; empty for segmentation and detection
+    predicted: list[int]  # class of every validation example; empty as labels are
+    val_loss: float | None  # mean; None if it is not finite or unknown
+    curve: list[dict[str, float]]  # a row per epoch: epoch, train_loss, the names of `Module.curve`, seconds
+    seconds: float  # of training
+    fingerprint: str = ""  # hash of its data
+    skipped: dict[str, str] = field(default_factory=dict)  # files that could not be read, with the reason
+    provenance: dict[str, Any] = field(default_factory=dict)  # values of `provenance`, threads and the date
 
     @property
     def encoding(self) -> str:
@@ -194,11 +168,7 @@ def untrained(run: Run, data: DataModule) -> Model:
 
 
 class Store:
-    """The folder of runs.
-
-    Args:
-        folder: Contains one folder per run.
-    """
+    """The folder of runs, which contains one folder per run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -208,11 +178,7 @@ class Store:
         return self.folder / run.name
 
     def finished(self, run: Run) -> Trained | None:
-        """Read a run that is trained and evaluated; None if it is not.
-
-        Raises:
-            ValueError: the file is damaged.
-        """
+        """Read a run that is trained and evaluated; None if it is not."""
         file = self.of(run) / RESULT
         if not file.exists():
             return None
@@ -228,11 +194,7 @@ class Store:
         return Trained(run, self.of(run), **measured, skipped=read_skipped(self.of(run)))
 
     def get(self, run: Run) -> Trained:
-        """Read a finished run.
-
-        Raises:
-            ValueError: it is not finished, or the file is damaged.
-        """
+        """Read a finished run."""
         trained = self.finished(run)
         if trained is None:
             raise Mistake(f"{self.of(run)} must contain {RESULT}, which was removed; the same command trains again")
@@ -253,13 +215,7 @@ class Store:
         return all(file.exists() for file in files)
 
     def complete(self, job: Job, data_of: Callable[[DataConfig], DataModule], on_epoch: OnEpoch | None = None) -> None:
-        """Train and evaluate a run and compute its measures, unless another process has done so in the meantime.
-
-        Args:
-            job: The run and its measures.
-            data_of: Returns data, set up.
-            on_epoch: Called with every finished epoch's row of the learning curve.
-        """
+        """Train and evaluate a run and compute its measures, unless another process has done so in the meantime."""
         run, folder = job.run, self.of(job.run)
         with self._alone(run):
             model: Any = None

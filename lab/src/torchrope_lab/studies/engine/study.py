@@ -212,14 +212,7 @@ class Lab:
 
 
 def find_study(name: str) -> Study:
-    """Return a study of the registry, or a user's own, with the function that computes it.
-
-    Args:
-        name: Its name, or "mypackage.module:STUDY", whose module is imported.
-
-    Raises:
-        ValueError: there is none, or the user's one cannot be imported, is no study or has the name of a built-in one.
-    """
+    """Return a study of the registry, or a user's own, "mypackage.module:STUDY", with the function that computes it."""
     if name in STUDIES:
         module = import_module(f"torchrope_lab.studies.{name.replace('-', '_')}")
         return replace(STUDIES[name], find=module.find)
@@ -254,23 +247,8 @@ def check_studies(studies: Sequence[Study], config: StudyConfig) -> None:
 def run_study(
     study: Study, config: StudyConfig, *, command: str, console: Console, dry_run: bool = False
 ) -> Path | None:
-    """Run a study, and write its findings.
-
-    Args:
-        study: The study, from `find_study`.
-        config: Settings.
-        command: The user's command line, for the report.
-        console: For progress.
-        dry_run: Print what would be trained; train and write nothing.
-
-    Returns:
-        `config.out/<study>-<data>.json`, with the task for data that have several; `<study>.json` for a study that
-        needs no data; None in a dry run.
-
-    Raises:
-        ValueError: a setting or the data is invalid.
-        KeyboardInterrupt: interrupted; the same call resumes.
-    """
+    """Run a study; return the file of its findings, `config.out/<study>-<data>.json`, None in a dry run."""
+    # Its name has the task for data that have several; a study that needs no data has `<study>.json`.
     assert study.find is not None
     only_checkpoints = config.checkpoint and "checkpoint" in study.optional_settings  # unless --encodings names runs
     lab = Lab(config, () if only_checkpoints else study.encodings, console, dry_run=dry_run)
@@ -307,14 +285,7 @@ def describe(lab: Lab) -> DataFacts:
 def facts_of(
     command: str, settings: dict[str, Any], trained: Iterable[dict[str, Any]] = (), seconds: float | None = None
 ) -> RunFacts:
-    """Describe how to repeat a study, where and when its results were written, and where its runs were trained.
-
-    Args:
-        command: The user's command line.
-        settings: All settings.
-        trained: Provenance of each run, as `Trained.provenance`.
-        seconds: Sum over the runs.
-    """
+    """Describe how to repeat a study, where and when its results were written, and where its runs were trained."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for one in trained:
         groups.setdefault(json.dumps({**one, "date": None}, sort_keys=True), []).append(one)

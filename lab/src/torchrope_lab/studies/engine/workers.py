@@ -29,21 +29,8 @@ def run_calls(
     on_result: Callable[[Item, Any], None],
     on_poll: Callable[[Sequence[Item]], None] = lambda _: None,
 ) -> None:
-    """Run calls that do not depend on each other where `parallel` and `slurm` say.
-
-    Args:
-        calls: Each with what it is about. For other processes than this one, it and its result can be pickled.
-        config: Settings.
-        on_result: Called with what a call is about and its result, when it has ended.
-        on_poll: Called between with what has not ended.
-
-    Raises:
-        ValueError: a call raised it; the others are cancelled, and may save first.
-        RuntimeError: a call in another process raised another error, whose traceback is the message.
-        ChildProcessError: the process of a call was killed.
-        Interrupted: a signal, SIGTERM or SIGUSR1, stopped the calls after saving; the same call resumes.
-        KeyboardInterrupt: Ctrl-C stopped the calls; the same call resumes from their last checkpoints.
-    """
+    """Run independent calls where `parallel` and `slurm` say; `on_result` gets what each is about and its result."""
+    # An error of a call cancels the others, which may save first. For other processes calls and results are pickled.
 
     def keep(item: Item, result: Any) -> None:
         on_result(item, result)
@@ -74,19 +61,7 @@ def run_jobs(
     progress: StudyProgress,
     on_finished: Callable[[Run], None],
 ) -> None:
-    """Train and measure runs that do not depend on each other, and report each that is finished.
-
-    Args:
-        jobs: Unfinished runs, or finished ones with measures to compute.
-        store: Folder for their results.
-        data: Data of the study; a run on other data loads its own.
-        config: Settings.
-        progress: Receives epochs and finished runs.
-        on_finished: Called with every finished run.
-
-    Raises:
-        ValueError: as `run_calls`, and its other errors.
-    """
+    """Train and measure runs that do not depend on each other, and report each that is finished."""
 
     def finish(job: Job, trained: tuple[str, float]) -> None:
         on_finished(job.run)
@@ -111,17 +86,7 @@ def here(config: LabConfig) -> bool:
 
 
 def run_job(job: Job, folder: Path, *, data: DataModule | None = None, on_epoch: Any = None) -> tuple[str, float]:
-    """Train and measure one run, also in a process of its own.
-
-    Args:
-        job: The run and its measures.
-        folder: Folder of the runs.
-        data: The data of the study, if this process has set them up.
-        on_epoch: Called with every finished epoch's row of the learning curve.
-
-    Returns:
-        Its quality in words, and the seconds that it took.
-    """
+    """Train and measure one run, also in a process of its own; return its quality in words and its seconds."""
     started = time.monotonic()
     load_modules([job.run.encoding])  # allowed: the parent process has loaded them to build the model
     store = Store(folder)
