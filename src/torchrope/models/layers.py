@@ -290,12 +290,28 @@ def drop_path_rates(rate: float, depth: int, schedule: DropPathSchedule) -> list
     return [rate * index / max(depth - 1, 1) for index in range(depth)]
 
 
-def run_layer(layer: nn.Module, *inputs: object, checkpointed: bool, **others: Any) -> Tensor:
-    """Run a layer, with activation checkpointing if `checkpointed` and gradients are enabled."""
-    others = {name: other for name, other in others.items() if other is not None}  # re-entrant checkpoints take none
+def run_layer(
+    layer: nn.Module, x: Tensor, rotations: Callable[[], dict[str, Rotation]], *, checkpointed: bool, **others: Any
+) -> Tensor:
+    """Run a layer, with activation checkpointing if `checkpointed` and gradients are enabled.
+
+    Its rotations are computed by a function and live no longer than the layer runs; checkpointing, which would keep
+    them as inputs, computes them again in the backward pass.
+    """
+
+    def run(x: Tensor, **others: Any) -> Tensor:
+        output: Tensor = layer(x, **rotations(), **others)
+        return output
+
+    others = {name: other for name, other in others.items() if other is not None}
     if checkpointed and torch.is_grad_enabled():
-        return checkpoint(layer, *inputs, use_reentrant=False, **others)
-    return layer(*inputs, **others)
+        return checkpoint(run, x, use_reentrant=False, **others)
+    return run(x, **others)
+
+
+def rotations_at(encoding: Any, **positions: Tensor) -> dict[str, Rotation]:
+    """Return the rotations of a layer by the names of its arguments, from their positions."""
+    return {name: encoding(at) for name, at in positions.items()}
 
 
 class QuickGELU(nn.Module):

@@ -24,6 +24,7 @@ from torchrope.models.layers import (
     keeps_arguments,
     on_lattice,
     resolve,
+    rotations_at,
     run_layer,
     token_positions,
 )
@@ -72,7 +73,7 @@ class Swin(Shareable, Backbone):
         drop_path: Probability of skipping a branch for a sample (the paper: 0.2 for tiny, 0.3 for small, 0.5 for base).
         drop_path_schedule: "linear" grows from 0 in the first layer to drop_path in the last one, as in the paper;
             "constant" is the same in all.
-        checkpoint_layers: Whether to recompute each layer in the backward pass, to save memory.
+        checkpoint_layers: Whether to recompute each layer and its rotation in the backward pass, to save memory.
 
     Raises:
         ValueError: sizes not divisible by the patch, depths and num_heads of different length, unknown names, or
@@ -253,8 +254,9 @@ class Stage(nn.Module):
         for index, layer in enumerate(self.layers):
             cut, mask = cuts[index % 2]
             bias = self.biases[index](*plain.window) if len(self.biases) else None
-            inputs = x, self.encodings[index](positions), (bias, mask)
-            x = run_layer(layer, *inputs, within=cut, checkpointed=self.checkpoint_layers)
+            rotations = partial(rotations_at, self.encodings[index], rotation=positions)
+            others: Any = dict(bias=(bias, mask), within=cut, checkpointed=self.checkpoint_layers)
+            x = run_layer(layer, x, rotations, **others)
         for axis, size in enumerate(sizes, 1):
             x = x.narrow(axis, 0, size)
         return x

@@ -14,7 +14,16 @@ from torchrope.encodings import Choice, Encoding, Periodic, SinusoidalAPE
 from torchrope.encodings.periodic import update_all_turns
 from torchrope.lattice import Lattice
 from torchrope.linear_attention import LinearAttention
-from torchrope.models.layers import Backbone, Layer, drop_path_rates, initialize, keeps_arguments, resolve, run_layer
+from torchrope.models.layers import (
+    Backbone,
+    Layer,
+    drop_path_rates,
+    initialize,
+    keeps_arguments,
+    resolve,
+    rotations_at,
+    run_layer,
+)
 from torchrope.positions import PerAxis, Periods, check_periods, pack, positive, rescale
 from torchrope.rotations import Rotation
 from torchrope.tensors import can_read, require_unrounded
@@ -77,7 +86,7 @@ class Transformer(Backbone):
         layer_scale: Initial factor on each branch, or None.
         activation: Class of the MLP's activation.
         norm_eps: Added to the variance in every norm.
-        checkpoint_layers: Whether to recompute each layer in the backward pass, to save memory.
+        checkpoint_layers: Whether to recompute each layer and its rotation in the backward pass, to save memory.
 
     Raises:
         ValueError: a number out of range; an unknown name; an absolute table or a score bias; linear attention with
@@ -251,22 +260,22 @@ class Transformer(Backbone):
         return self._through_layers(sets)
 
     def _through_layers(self, sets: "dict[str, TokenSet]") -> "TokenSet":
-        rotations: dict[tuple[int, str], Rotation] = {}  # rotations shared by layers are computed once
+        places = {name: self.position_map.at(tokens.positions) for name, tokens in sets.items()}
+        shared: dict[str, Rotation] = {}
+        if len(self.encodings) < len(self.layers):
+            shared = {
+                name: rotation.tabulated() for name, rotation in rotations_at(self.encodings[0], **places).items()
+            }
         for index, (layer, keys) in enumerate(zip(self.layers, self.keys, strict=True)):
-            encoding = index % len(self.encodings)
-            for name in ("tokens", keys):
-                if (encoding, name) not in rotations:
-                    rotation = self.encodings[encoding](self.position_map.at(sets[name].positions))
-                    if len(self.encodings) < len(self.layers):  # several layers share it
-                        rotation = rotation.tabulated()
-                    rotations[encoding, name] = rotation
             query_set, key_set = sets["tokens"], sets[keys]
-            inputs = query_set.tokens, rotations[encoding, "tokens"], key_set.key_mask, query_set.lengths
-            cross: dict[str, Any] = {}
+            names = {"rotation": "tokens"}
+            others: dict[str, Any] = dict(bias=key_set.key_mask, lengths=query_set.lengths)
             if keys == "context":
-                key_rotation = rotations[encoding, keys]
-                cross = dict(context=key_set.tokens, key_rotation=key_rotation, key_lengths=key_set.lengths)
-            tokens = run_layer(layer, *inputs, **cross, checkpointed=self.checkpoint_layers)
+                names["key_rotation"] = keys
+                others.update(context=key_set.tokens, key_lengths=key_set.lengths)
+            sources: dict[str, Any] = {argument: (shared or places)[name] for argument, name in names.items()}
+            rotations = partial(dict, **sources) if shared else partial(rotations_at, self.encodings[index], **sources)
+            tokens = run_layer(layer, query_set.tokens, rotations, checkpointed=self.checkpoint_layers, **others)
             sets["tokens"] = replace(query_set, tokens=tokens)
         last = sets["tokens"]
         return replace(last, tokens=self.norm(last.tokens))

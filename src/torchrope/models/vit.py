@@ -29,6 +29,7 @@ from torchrope.models.layers import (
     keeps_arguments,
     on_lattice,
     resolve,
+    rotations_at,
     run_layer,
     token_positions,
 )
@@ -89,7 +90,7 @@ class ViT(Shareable, Backbone):
             `torch.nn.Linear`, tokens and a `LearnedAPE` from N(0, 1), as in LieRE's code, whose norm_eps is 1e-5. In
             the first two, tokens and table have deviation 0.02, in "xavier" truncated at two deviations.
         embedding_norm: Whether all tokens are normalised before the first layer, as CLIP's are.
-        checkpoint_layers: Whether to recompute each layer in the backward pass, to save memory.
+        checkpoint_layers: Whether to recompute each layer and its rotation in the backward pass, to save memory.
 
     Raises:
         ValueError: sizes not divisible by the patch; dim not divisible by num_heads; an unknown encoding, pool or
@@ -295,11 +296,15 @@ class ViT(Shareable, Backbone):
         depths = range(len(self.layers) + 1)
         if any(index not in range(-len(depths), len(depths)) for index in indices):
             raise ValueError(f"indices must be between {-len(depths)} and {len(depths) - 1}, got {tuple(indices)}")
-        wanted, rotations = [depths[index] for index in indices], self._rotations(positions)
+        wanted = [depths[index] for index in indices]
+        shared = self._rotations(positions) if len(self.encodings) < len(self.layers) else []
         states = {0: tokens} if 0 in wanted else {}
         for depth, (layer, (bias, within)) in enumerate(zip(self.layers, biases, strict=True), 1):
-            inputs = tokens, rotations[(depth - 1) % len(rotations)], bias, lengths
-            tokens = run_layer(layer, *inputs, within=within, checkpointed=self.checkpoint_layers)
+            index = (depth - 1) % len(self.encodings)
+            own = partial(rotations_at, self.encodings[index], rotation=positions)
+            rotations = partial(dict, rotation=shared[index]) if shared else own
+            others: Any = dict(bias=bias, lengths=lengths, within=within, checkpointed=self.checkpoint_layers)
+            tokens = run_layer(layer, tokens, rotations, **others)
             if depth in wanted:
                 states[depth] = tokens
         return [states[depth] for depth in wanted]
