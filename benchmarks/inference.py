@@ -2,6 +2,7 @@
 
 A ViT-Ti of timm at batch 1 (swapped, and frozen with its encodings), a Llama of 30 layers that generates a token with a
 cache, and a training step of a ViT-S. The models of a row take turns in one process; ratios are those of each round.
+"copied" is the model with q and k of each layer copied: no rotation that writes both can cost less.
 Writes benchmarks/results/inference.json. Run it on an idle machine.
 """
 
@@ -33,10 +34,18 @@ def swapped(model: Any, name: str, *, frozen: bool = False) -> Any:
     return tr.freeze(model, torch.zeros(1, *IMAGE)) if frozen else model
 
 
+def copied(model: Any) -> Any:
+    """Return a copy of a model of timm whose layers copy q and k where a swapped one rotates them."""
+    model = copy.deepcopy(model)
+    for norm in (norm for block in model.blocks for norm in (block.attn.q_norm, block.attn.k_norm)):
+        norm.register_forward_hook(lambda norm, inputs, output: output.clone())
+    return model
+
+
 def images(depth: int) -> dict[str, Callable[[], object]]:
     """A forward of one image in a ViT-Ti."""
     plain = timm.create_model("vit_tiny_patch16_224", num_classes=10, depth=depth).eval()
-    models = {"plain": plain, "mixed": swapped(plain, "mixed")}
+    models = {"plain": plain, "copied": copied(plain), "mixed": swapped(plain, "mixed")}
     for name in ("mixed", "comrope-ap:8", "liere:8"):
         models[f"{name}, frozen"] = swapped(plain, name, frozen=True)
     x = torch.randn(1, *IMAGE)
@@ -62,7 +71,7 @@ def tokens(depth: int) -> dict[str, Callable[[], object]]:
 def steps(depth: int) -> dict[str, Callable[[], object]]:
     """A forward and backward pass of 8 images in a ViT-S."""
     plain = timm.create_model("vit_small_patch16_224", num_classes=10, depth=depth).train()
-    models = {name: plain if name == "plain" else swapped(plain, name) for name in ("plain", "axial", "mixed")}
+    models = {"plain": plain, "copied": copied(plain), **{name: swapped(plain, name) for name in ("axial", "mixed")}}
     x = torch.randn(8, *IMAGE)
     return {name: partial(step, model, x) for name, model in models.items()}
 

@@ -132,9 +132,6 @@ def test_extend_supports_rotary_models_of_timm(name: str) -> None:
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
 
 
-# The papers' formulas, for one geometric sequence of frequencies
-
-
 def interpolate_formula(frequencies: Tensor, s: float, size: float) -> Tensor:
     return frequencies / s
 
@@ -187,9 +184,6 @@ def test_extend_with_fixed_range_positions_matches_the_formula(method: str) -> N
     x = torch.randn(1, 3, 128, 128, dtype=torch.float64)
     if method == "interpolate":
         assert difference(larger(x), model(x)) < 1e-9
-
-
-# YaRN's temperature
 
 
 def scores_of(model: Any, x: Tensor) -> list[Tensor]:

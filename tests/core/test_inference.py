@@ -90,9 +90,6 @@ def error(actual: Tensor, expected: Tensor) -> float:
     return (actual.double() - expected.double()).abs().max().item()
 
 
-# freeze
-
-
 class OfAngles(tr.MixedRoPE):
     """Angles that are no multiples of the positions."""
 
@@ -328,9 +325,6 @@ class _Moving(Points):
         return super().forward(x, shift)
 
 
-# absorb
-
-
 @pytest.mark.parametrize("share_layers", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", COMMUTING)
 def test_absorb_converts_to_mixed_with_equal_outputs(name: str, share_layers: bool) -> None:
@@ -473,9 +467,6 @@ def test_absorb_refuses_unsupported_models(build: Callable[[], nn.Module], messa
     with pytest.raises(ValueError, match=message) as caught:
         tr.absorb(build())
     assert "\n" not in str(caught.value)
-
-
-# export
 
 
 EXPORTED = {

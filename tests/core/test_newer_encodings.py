@@ -23,9 +23,6 @@ def scores(encoding: tr.Encoding, positions: Tensor) -> Tensor:
     return q @ k.mT
 
 
-# nD-RoPE
-
-
 @pytest.mark.parametrize("num_axes", [2, 3, 4, 7])
 def test_simplex_vertices_are_balanced_and_equidistant(num_axes: int) -> None:
     corners = simplex(num_axes)
@@ -52,9 +49,6 @@ def test_simplex_rope_of_one_axis_is_rope() -> None:
     assert torch.allclose(simplex_rope.frequencies_per_axis().abs(), rope.frequencies_per_axis().expand(-1, 2, -1))
 
 
-# Spiral RoPE
-
-
 def test_spiral_rope_with_two_directions_is_rope_axial() -> None:
     spiral = tr.encodings.SpiralRoPE(num_axes=2, num_heads=1, head_dim=16, num_directions=2)
     axial = tr.AxialRoPE(num_axes=2, num_heads=1, head_dim=16)
@@ -75,9 +69,6 @@ def test_spiral_rope_has_uniform_directions_and_shared_frequencies(directions: i
     assert torch.allclose(sizes[: directions // 2].flatten().sort(descending=True).values, ladder, rtol=1e-5)
 
 
-# DRoPE
-
-
 def test_drope_heading_is_periodic_and_relative() -> None:
     encoding = tr.encodings.DRoPE(num_axes=3, num_heads=2, head_dim=16).double()
     positions = torch.tensor([[1.0, 2.0, 3.0], [4.0, 0.0, -2.0], [0.0, 0.0, 0.1]], **WIDE)
@@ -87,9 +78,6 @@ def test_drope_heading_is_periodic_and_relative() -> None:
     assert torch.allclose(scores(encoding, elsewhere), scores(encoding, positions), atol=1e-10)
     alone = tr.encodings.DRoPE(num_axes=1, num_heads=1, head_dim=4)(torch.tensor([[0.7]], **WIDE)).angles()
     assert torch.allclose(alone, torch.full_like(alone, 0.7))
-
-
-# MHRoPE, VideoRoPE, Circle-RoPE
 
 
 def test_mhrope_heads_have_all_frequencies_of_one_axis() -> None:
@@ -129,9 +117,6 @@ def test_around_text_is_equidistant_from_text_tokens(angle_weight: float) -> Non
 
 
 NEWER = ["lookhere", "lookhere+mixed", "alibi", "fire", "fire+mixed"]
-
-
-# LookHere
 
 
 @pytest.mark.parametrize("fov", [180, 90])

@@ -202,9 +202,6 @@ def test_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
         tr.save(tr.swap(Noted(), "mixed"), tmp_path / "m")
 
 
-# what timm's optimisers and features ask of a swapped model
-
-
 @pytest.mark.parametrize(
     ("name", "layer"),
     [("vit", "blocks.{}.attn."), ("rope_axial", "blocks.{}.attn."), ("swin", "layers.{}.blocks.0.attn.")],

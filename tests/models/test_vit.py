@@ -187,8 +187,8 @@ def test_shared_layers_have_one_encoding_and_one_rotation() -> None:
 
 def test_larger_inputs_keep_the_training_spacing() -> None:
     model = tiny((8, 8), patch_size=2, encoding="liere:8")
-    small = model.rotations((4, 4))[0].matrix()[:, 1:].unflatten(1, (4, 4))
-    large = model.rotations((6, 6))[0].matrix()[:, 1:].unflatten(1, (6, 6))
+    small = model.encodings[0](model.positions((4, 4))).matrix()[:, 1:].unflatten(1, (4, 4))
+    large = model.encodings[0](model.positions((6, 6))).matrix()[:, 1:].unflatten(1, (6, 6))
     assert torch.allclose(large[:, :4, :4], small, atol=1e-5)
     assert model.position_map.spacing == (0.25, 0.25)
 
@@ -196,7 +196,7 @@ def test_larger_inputs_keep_the_training_spacing() -> None:
 def test_prefix_tokens_are_not_rotated_nor_registers_pooled() -> None:
     model = tiny((8, 8), patch_size=2, encoding="comrope-ld:4", num_registers=3)
     assert model.num_prefix == 4
-    first = model.rotations((4, 4))[0].matrix()[:, :4]
+    first = model.encodings[0](model.positions((4, 4))).matrix()[:, :4]
     assert torch.equal(first, torch.eye(24).expand_as(first))
 
 

@@ -104,7 +104,7 @@ def test_models_copy_and_pickle_after_a_forward(encoding: str) -> None:
     out.sum().backward()
     for same in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(same(x), out)
-    rotation = model.rotations((4, 4))[0].detach()
+    rotation = model.encodings[0](model.positions((4, 4))).detach()
     for same in (copy.deepcopy(rotation), pickle.loads(pickle.dumps(rotation))):
         assert torch.equal(same.matrix(), rotation.matrix())
 

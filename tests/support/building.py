@@ -14,13 +14,7 @@ _FLAGS = ("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fvisi
 
 
 def build(library: Path, *flags: str, sources: Sequence[Path] = ()) -> Path:
-    """Compile the kernels into a shared library.
-
-    Args:
-        library: The file to write.
-        flags: For the compiler, beside those of the installed build.
-        sources: C files beside the kernels' own.
-    """
+    """Compile the kernels, and further C files, into a library; flags are added to those of the installed build."""
     assert COMPILER is not None
     return compile_sources(COMPILER, [*KERNELS, *sources], library, "-fPIC", "-shared", *flags)
 

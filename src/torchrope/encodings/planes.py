@@ -78,10 +78,7 @@ def _solve(skew: Tensor) -> Tensor:
 
 
 class _Cayley(torch.autograd.Function):
-    """`cayley`, whose backward needs products instead of another solve.
-
-    P + I = 2 (I + S)^-1, so  dP = -1/2 (P + I) dS (P + I).
-    """
+    """`cayley`, whose backward needs no other solve:  P + I = 2 (I + S)^-1,  dP = -1/2 (P + I) dS (P + I)."""
 
     generate_vmap_rule = True
 

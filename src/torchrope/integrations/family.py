@@ -164,10 +164,7 @@ class Adapter:
 
 
 def _keep_zero(names: Sequence[str], tower: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Load a plain model's position tables, which are zero while it is swapped, into the copies that `unswap` restores.
-
-    A hook of `load_state_dict`; the state of a swapped model has these copies.
-    """
+    """Hook of `load_state_dict`: load a plain model's position tables, zero here, into the copies for `unswap`."""
     for index, name in enumerate(names):
         table, original = f"{prefix}{name}", f"{prefix}{ATTRIBUTE}.table{index}"
         if table in state and original not in state:

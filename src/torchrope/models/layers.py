@@ -293,11 +293,7 @@ def drop_path_rates(rate: float, depth: int, schedule: DropPathSchedule) -> list
 def run_layer(
     layer: nn.Module, x: Tensor, rotations: Callable[[], dict[str, Rotation]], *, checkpointed: bool, **others: Any
 ) -> Tensor:
-    """Run a layer, with activation checkpointing if `checkpointed` and gradients are enabled.
-
-    Its rotations are computed by a function and live no longer than the layer runs; checkpointing, which would keep
-    them as inputs, computes them again in the backward pass.
-    """
+    """Run a layer with rotations that live as long as it runs; activation checkpointing computes them again."""
 
     def run(x: Tensor, **others: Any) -> Tensor:
         output: Tensor = layer(x, **rotations(), **others)

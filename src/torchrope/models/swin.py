@@ -255,8 +255,7 @@ class Stage(nn.Module):
             cut, mask = cuts[index % 2]
             bias = self.biases[index](*plain.window) if len(self.biases) else None
             rotations = partial(rotations_at, self.encodings[index], rotation=positions)
-            others: Any = dict(bias=(bias, mask), within=cut, checkpointed=self.checkpoint_layers)
-            x = run_layer(layer, x, rotations, **others)
+            x = run_layer(layer, x, rotations, bias=(bias, mask), within=cut, checkpointed=self.checkpoint_layers)
         for axis, size in enumerate(sizes, 1):
             x = x.narrow(axis, 0, size)
         return x

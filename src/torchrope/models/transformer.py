@@ -263,9 +263,7 @@ class Transformer(Backbone):
         places = {name: self.position_map.at(tokens.positions) for name, tokens in sets.items()}
         shared: dict[str, Rotation] = {}
         if len(self.encodings) < len(self.layers):
-            shared = {
-                name: rotation.tabulated() for name, rotation in rotations_at(self.encodings[0], **places).items()
-            }
+            shared = {name: self.encodings[0](at).tabulated() for name, at in places.items()}
         for index, (layer, keys) in enumerate(zip(self.layers, self.keys, strict=True)):
             query_set, key_set = sets["tokens"], sets[keys]
             names = {"rotation": "tokens"}

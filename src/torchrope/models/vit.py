@@ -34,7 +34,6 @@ from torchrope.models.layers import (
     token_positions,
 )
 from torchrope.positions import prefix
-from torchrope.rotations import Rotation
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": dict(dim=384, depth=12, num_heads=6, mlp_dim=768),
@@ -297,7 +296,8 @@ class ViT(Shareable, Backbone):
         if any(index not in range(-len(depths), len(depths)) for index in indices):
             raise ValueError(f"indices must be between {-len(depths)} and {len(depths) - 1}, got {tuple(indices)}")
         wanted = [depths[index] for index in indices]
-        shared = self._rotations(positions) if len(self.encodings) < len(self.layers) else []
+        shares = len(self.encodings) < len(self.layers)
+        shared = [encoding(positions).tabulated() for encoding in self.encodings] if shares else []
         states = {0: tokens} if 0 in wanted else {}
         for depth, (layer, (bias, within)) in enumerate(zip(self.layers, biases, strict=True), 1):
             index = (depth - 1) % len(self.encodings)
@@ -347,16 +347,6 @@ class ViT(Shareable, Backbone):
             x.shape[0], -1, -1
         )  # len() would make the batch size of an exported graph constant
         return self.embedding_norm(self.dropout(torch.cat([front.to(tokens.dtype), tokens], dim=1)))
-
-    def rotations(self, sizes: Sequence[int], *, device: torch.device | str | None = None) -> list[Rotation]:
-        """Compute the rotations of a lattice of patches, one per layer, or a single one if layers share it."""
-        return self._rotations(self.positions(sizes, device=device))
-
-    def _rotations(self, positions: Tensor) -> list[Any]:
-        """Return the rotation of each encoding; with cos and sin if several layers share it."""
-        rotations = [encoding(positions) for encoding in self.encodings]
-        shared = len(rotations) < len(self.layers)
-        return [rotation.tabulated() for rotation in rotations] if shared else rotations
 
     def positions(
         self, sizes: Sequence[int], *, device: torch.device | str | None = None, spacing: Tensor | None = None

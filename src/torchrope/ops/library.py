@@ -69,18 +69,14 @@ def _is_observed(args: Sequence[Any]) -> bool:
     """Return whether a mode, transform, tracer or subclass of tensors may have to see an operator."""
     if torch.compiler.is_compiling() or None in _OBSERVERS or any([observer() for observer in _OBSERVERS]):  # noqa: C419
         return True
-    for x in args:
-        if type(x) in _PLAIN:
-            if _is_lazy(x):
-                return True
-        elif x is not None and type(x) not in _SETTINGS:
-            return True
-    return False
+    return any([_is_special(x) for x in args])  # noqa: C419
 
 
-def _is_lazy(x: Tensor) -> bool:
-    """Return whether the memory of a tensor does not hold its values."""
-    return not _has_storage(x) or x.is_neg() or x._is_zerotensor()
+def _is_special(x: Any) -> bool:
+    """Return whether an argument is a tensor of a subclass, or one whose memory does not hold its values."""
+    if type(x) in _PLAIN:
+        return not _has_storage(x) or x.is_neg() or x._is_zerotensor()
+    return x is not None and type(x) not in _SETTINGS
 
 
 def kernels(like: Tensor) -> ModuleType:
@@ -127,14 +123,9 @@ def _gradients(q: Tensor, k: Tensor, parameters: Sequence[Tensor], wanted: Seque
     return (*_vectors(q, k), *(_gradient(x, needed, q.device) for x, needed in given))
 
 
-def _fake_planar_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    positions, frequencies, _, _, wanted = args
-    return _gradients(q, k, (positions, frequencies), wanted)
-
-
-def _fake_basis_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    positions, factors, basis, _, _, wanted = args
-    return _gradients(q, k, (positions, factors, basis), wanted)
+def _fake_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    *tensors, wanted = args
+    return _gradients(q, k, tensors[: len(wanted)], wanted)
 
 
 def _fake_block_backward(
@@ -156,9 +147,9 @@ def _fake_exp_backward(positions: Tensor, generators: Tensor, d_tangent: Tensor,
 
 _FAKES: dict[str, Callable[..., Any]] = {
     "rotate_planar": _vectors,
-    "rotate_planar_backward": _fake_planar_backward,
+    "rotate_planar_backward": _fake_backward,
     "rotate_basis": _vectors,
-    "rotate_basis_backward": _fake_basis_backward,
+    "rotate_basis_backward": _fake_backward,
     "skew_eig": lambda base: (base.new_empty(base.shape), base.new_empty((*base.shape[:-2], base.shape[-1] // 2))),
     "rotate_block": _vectors,
     "rotate_block_backward": _fake_block_backward,
