@@ -11,11 +11,11 @@ ROOT = Path(__file__).parents[2]
 _, CONTRACT = (ROOT / "pyproject.toml").read_text(encoding="utf-8").split('containers = ["torchrope"]\nlayers = [')
 LAYERS = re.findall(r'"(.*?)"', CONTRACT.partition("]")[0])
 DEPTH = {part: depth for depth, layer in enumerate(LAYERS) for part in layer.split(" | ")}
-MODULE = re.compile(rf"torchrope\.({'|'.join(DEPTH)})(\.\w+)*")
+MODULE = re.compile(rf"(torchrope)?\.+({'|'.join(DEPTH)})(\.\w*)*")
 
 
 def named_in(code: str) -> Iterator[str]:
-    """Yield what code imports at any depth, and its strings that are the name of a module of the library."""
+    """Yield what code imports at any depth, and its strings that are, or begin, the name of a module."""
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -49,3 +49,5 @@ def test_upward_imports_are_seen(code: str, name: str) -> None:
 def test_upward_names_in_strings_are_seen() -> None:
     code = "import_module('torchrope.integrations.hub'), import_module('torchrope.ops.gpu'), 'torchrope.safetensors'"
     assert upwards("models", code) == ["torchrope.integrations.hub"]
+    assert upwards("models", "import_module(f'torchrope.integrations.{name}')") == ["torchrope.integrations."]
+    assert upwards("models", "import_module('.integrations.hub', 'torchrope')") == [".integrations.hub"]

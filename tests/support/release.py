@@ -44,7 +44,7 @@ def main(dist: str, *pythons: str) -> int:
 
 
 def build(folder: Path, *flags: str, python: str | Path = sys.executable) -> None:
-    """Write the sdists of both distributions, and the wheels made of these, from copied sources, by `python -m build`."""
+    """Write the sdists of both distributions, and the wheels made of these, from copied sources, by python -m build."""
     left_out = shutil.ignore_patterns("build", "*.egg-info", "*.so", "__pycache__", "tests")
     with tempfile.TemporaryDirectory() as created:
         for name in SOURCES:
