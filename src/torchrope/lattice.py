@@ -1,9 +1,8 @@
 """`Lattice`: positions of tokens from their indices on a lattice, one formula for the conventions of all papers."""
 
-import copy
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
@@ -237,21 +236,6 @@ class Lattice:
         if any(isinstance(rule, int) and not -len(sizes) <= rule < len(sizes) for rule in rules):
             raise ValueError(f"an axis in per must be from {-len(sizes)} to {len(sizes) - 1}, got {self.per}")
         return [_divisor(axis, rules, sizes) for axis in range(len(sizes))]
-
-
-def spaced(position_map: Callable[..., Tensor], sizes: Sequence[int]) -> dict[str, Any]:
-    """Return spacing and origin of a lattice of tokens as `Lattice.spaced` does, also of another function of positions.
-
-    Those of another function are the first position and the mean distance of neighbours, 1 along an axis of one token.
-    """
-    if isinstance(position_map, Lattice):
-        return position_map.spaced(*sizes)
-    if isinstance(position_map, torch.nn.Module):
-        position_map = copy.deepcopy(position_map).eval()
-    positions = position_map(*sizes, device="cpu").unflatten(-2, tuple(sizes))  # ([batch,] *sizes, axes)
-    gaps = [positions[..., axis].diff(dim=axis - len(sizes)).abs() for axis in range(len(sizes))]
-    first = positions.flatten(0, -2)[0]
-    return {"spacing": [gap.mean().item() if gap.numel() else 1.0 for gap in gaps], "origin": first.tolist()}
 
 
 def _divisor(axis: int, rules: Sequence[Divisor | int], sizes: Sequence[int | Tensor]) -> int | Tensor:

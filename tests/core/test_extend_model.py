@@ -344,8 +344,7 @@ def test_extend_prefers_the_given_train_size() -> None:
 
 
 def test_extend_accepts_a_custom_function() -> None:
-    lattice = tr.Lattice(2.0, -1.0, offset=0.5, per="size")
-    model = vit("axial", positions=lambda *sizes, device=None: lattice(*sizes, device=device))  # no `Lattice`
+    model = vit("axial", positions=tr.Lattice(2.0, -1.0, offset=0.5, per="size"))
     larger = tr.extend(model, (1, 2), method=partial(tr.scaling.yarn, train_size=2.0))
     expected = tr.scaling.yarn(model.encodings[0].frequencies_per_axis(), (1, 2), train_size=2.0)
     by = torch.tensor([1.0, 2.0]).reshape(2, 1, 1)  # patches are twice as dense along the second axis

@@ -157,11 +157,13 @@ def test_periods_are_of_indices() -> None:
     torch.testing.assert_close(start, end)
 
 
-def test_models_on_a_lattice_refuse_periods() -> None:
+def test_models_on_a_lattice_refuse_periods_and_what_is_no_lattice() -> None:
     for model, settings in ((tr.ViT, {"depth": 1, "num_heads": 2}), (tr.Swin, {"depths": (1,), "num_heads": (2,)})):
         with pytest.raises(ValueError, match=r"periods of a Lattice need tr\.Transformer"):
             model((8, 8), patch_size=2, dim=32, positions=Lattice(periods=(4, None)), **settings)
         model((8, 8), patch_size=2, dim=32, positions=Lattice(periods=(None, None)), **settings)
+        with pytest.raises(ValueError, match=r"^positions must be a Lattice or None, got 'size'$"):
+            model((8, 8), patch_size=2, dim=32, positions="size", **settings)
 
 
 @pytest.mark.parametrize("per", [5, -3, ("size", 2)])

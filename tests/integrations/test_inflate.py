@@ -93,7 +93,7 @@ def test_volume_of_one_patch_of_equal_slices_gives_the_features_of_the_image(
         {"encoding": "mixed", "share_layers": True, "layer_scale": 0.1, "embedding_norm": True},
         {"encoding": partial(tr.MixedRoPE, shared_heads=True, rotary_dim=8)},
         {"encoding": partial(tr.AxialRoPE, rotary_dim=8)},
-        {"encoding": "dinov3", "positions": tr.grid},
+        {"encoding": "dinov3", "positions": tr.Lattice(1.0, 0.0)},
         {"encoding": "learned", "pool": "mean", "qkv_bias": False},
     ],
 )

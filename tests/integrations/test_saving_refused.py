@@ -74,11 +74,6 @@ def test_lattices_of_swapped_models_in_mm_are_saved(tmp_path: Path) -> None:
     assert tr.load(tmp_path, into=vit()).rotary.lattices == [lattice]
 
 
-def test_other_positions_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="save supports positions of a Lattice, got a function"):
-        tr.save(own(positions=lambda *sizes, device=None: tr.grid(*sizes, device=device)), tmp_path)
-
-
 def described(kind: Any = "Block", **settings: Any) -> dict[str, Any]:
     return {"kind": kind, "settings": {"head_dim": 12, "num_heads": 2, **settings}}
 

@@ -254,8 +254,8 @@ def test_keep_range_needs_a_lattice_with_a_spacing() -> None:
     with pytest.raises(ValueError, match=r"^the model must be a ViT to keep the range of positions, got a Swin"):
         keep_range(swin())
     settings = dict(patch_size=2, dim=8, depth=1, num_heads=1)
-    with pytest.raises(ValueError, match=r"^positions must be those of a lattice with a spacing .*, got function$"):
-        keep_range(tr.ViT((8, 8), **settings, positions=tr.grid))
+    with pytest.raises(ValueError, match=r"^positions must be those of a lattice with a spacing .*per='size'\)$"):
+        keep_range(tr.ViT((8, 8), **settings, positions=tr.Lattice(per="size")))
     jittered = tr.Lattice(0.25, 0.125, cell=0.25)
     model = tr.ViT((8, 8), **settings, positions=jittered).eval()
     before = model.positions((4, 4))

@@ -23,7 +23,7 @@ HUBS = ("timm:", "hf:")
 """Prefixes of models that timm and transformers load by name."""
 _WRAPPER = re.compile(r"^(?:model|vit|vision_model)\.")  # of timm's feature extractors and transformers' classifiers
 _UNUSED = re.compile(r"(?:^|\.)(?:rotary|pooler)\.|embeddings\.mask_token$")
-_LEFT = ("head", "norm", "position_map")  # not used by a backbone, or without weights
+_LEFT = ("head", "norm")  # not used by a backbone
 
 
 def load_backbone(features: Features, source: nn.Module) -> None:
@@ -170,9 +170,9 @@ def _other_shapes(model: ViT | Swin, state: dict[str, Tensor]) -> list[str]:
 def _other_positions(model: ViT | Swin, source: ViT | Swin) -> list[str]:
     """Return a mismatch if backbone and source compute different positions, apart from spacing, origin and jitter."""
     for stages in _stages(model, source):
-        maps = [stage.position_map for stage in stages]
-        mine, theirs = (_evaluated(one, len(model.embed.patch_size)) for one in maps)
-        if not _are_plain(*maps) and not torch.allclose(mine, theirs):
+        lattices = [stage.position_map for stage in stages]
+        mine, theirs = (_sample(one, len(model.embed.patch_size)) for one in lattices)
+        if not _are_plain(*lattices) and not torch.allclose(mine, theirs):
             return ["positions: others on the same lattice"]
     return []
 
@@ -182,18 +182,14 @@ def _stages(model: ViT | Swin, source: ViT | Swin) -> list[tuple[Any, Any]]:
     return list(zip(getattr(model, "stages", [model]), getattr(source, "stages", [source]), strict=False))
 
 
-def _are_plain(*position_maps: Any) -> bool:
-    """Return whether positions are those of lattices whose spacing is the same at all sizes."""
-    plain = {"spacing", "origin"}
-    return all(isinstance(one, Lattice) and plain.issuperset(one.settings()) for one in position_maps)
+def _are_plain(*lattices: Lattice) -> bool:
+    """Return whether lattices have the same spacing at all sizes."""
+    return all({"spacing", "origin"}.issuperset(one.settings()) for one in lattices)
 
 
-def _evaluated(position_map: Any, axes: int) -> Tensor:
-    """Compute positions of a sample lattice in evaluation mode."""
-    if isinstance(position_map, nn.Module):
-        position_map = copy.deepcopy(position_map).eval()
-    in_units = isinstance(position_map, Lattice) and position_map.unit is not None
-    return position_map(*range(3, 3 + axes), **({"spacing": torch.ones(1, axes)} if in_units else {}))
+def _sample(lattice: Lattice, axes: int) -> Tensor:
+    """Return positions on a small lattice."""
+    return lattice(*range(3, 3 + axes), spacing=None if lattice.unit is None else torch.ones(1, axes))
 
 
 def fitted_state(model: ViT | Swin, source: ViT | Swin) -> dict[str, Tensor]:

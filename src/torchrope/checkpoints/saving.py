@@ -320,8 +320,6 @@ def _recipe(model: Any) -> dict[str, Any]:
     given = {key: value for key, value in others.items() if value is not defaults[key]}
     if isinstance(model, ViT):
         given["positions"] = model.position_map
-    if "positions" in given and type(given["positions"]) is not Lattice:
-        raise ValueError(f"save supports positions of a Lattice, got a {type(given['positions']).__name__}")
     if "activation" in given:
         kind = type(model.get_submodule("layers.0.mlp.1"))
         given["activation"] = next((name for name, known in _ACTIVATIONS.items() if known is kind), kind.__name__)

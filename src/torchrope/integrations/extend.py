@@ -15,7 +15,7 @@ from torchrope.inference import require_unfrozen
 from torchrope.integrations.families.shared import kind_of
 from torchrope.integrations.family import Adapter, adapters
 from torchrope.integrations.swap import adapt, swap
-from torchrope.lattice import Lattice, spaced
+from torchrope.lattice import Lattice
 from torchrope.models import Features, ViT
 from torchrope.models.swin import Stage
 from torchrope.positions import PerAxis
@@ -173,11 +173,11 @@ def _require_one_per_layer(encodings: nn.ModuleList, is_windowed: bool, model: n
         raise ValueError(f"{rule}, got one shared by all layers of a {kind_of(model)}")
 
 
-def _part(encoding: Any, growth: float, users: Sequence[Any], position_map: Any, sizes: Any, larger: Any) -> _Part:
+def _part(encoding: Any, growth: float, users: Sequence[Any], lattice: Lattice, sizes: Any, larger: Any) -> _Part:
     """Describe an encoding of a lattice of tokens, whose positions may depend on its sizes."""
-    if isinstance(position_map, Lattice) and position_map.unit is not None:  # in mm at every size
+    if lattice.unit is not None:  # in mm at every size
         return _Part(encoding, growth, users)
-    before, after = (spaced(position_map, lattice)["spacing"] for lattice in (sizes, larger))
+    before, after = (lattice.spaced(*counts)["spacing"] for counts in (sizes, larger))
     extent = tuple(size * abs(step) for size, step in zip(sizes, before, strict=True))
     squeeze = [step / smaller if smaller else 1.0 for step, smaller in zip(before, after, strict=True)]
     return _Part(encoding, growth, users, extent, squeeze)

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchrope import encodings as families
 from torchrope.checkpoints.convert import to_torchrope
@@ -18,10 +18,10 @@ from torchrope.checkpoints.settings import errors_in_one_line
 from torchrope.encodings import Encoding, NoEncoding
 from torchrope.encodings.names import takes
 from torchrope.inference import require_unfrozen
-from torchrope.lattice import Lattice, spaced
+from torchrope.lattice import Lattice
 from torchrope.models import ViT
 from torchrope.models.layers import PatchEmbed, builders, resolve
-from torchrope.positions import grid, per_axis
+from torchrope.positions import per_axis
 
 _ANY_AXES = (NoEncoding, families.MixedRoPE, families.STRING, families.LieRE, families.ComRoPELD)
 _TOWERS = ("ViTModel", "Dinov2Model", "Dinov2WithRegistersModel")  # of transformers, whose layers are a ViT's
@@ -95,23 +95,6 @@ def inflate(
     inflated.arguments = source.arguments | {"input_size": sizes, "patch_size": inflated.embed.patch_size}
     inflated.arguments |= {"positions": inflated.position_map, "share_layers": share, **builders(inflated)}
     return inflated
-
-
-class Stacked(nn.Module):
-    """Compute positions of patches of a volume from a function for slices that is no `Lattice`, and their steps."""
-
-    def __init__(self, place: Callable[..., Tensor], steps: Sequence[float]) -> None:
-        super().__init__()
-        self.place = place
-        self.steps = tuple(steps)
-
-    def forward(self, *sizes: int, device: torch.device | str | None = None) -> Tensor:
-        """Return positions `(patches, axes)` of a lattice of these sizes."""
-        new = len(self.steps)
-        within = self.place(*sizes[new:], device=device).unsqueeze(-3)  # ([batch,] 1, patches of a slice, axes)
-        along = grid(*sizes[:new], spacing=self.steps, device=device).to(within).unsqueeze(1)  # (slices, 1, new axes)
-        shape = (*within.shape[:-3], len(along), within.shape[-2], -1)
-        return torch.cat([along.expand(shape), within.expand(shape)], dim=-1).flatten(-3, -2)
 
 
 def _as_vit(model: nn.Module) -> ViT:
@@ -210,21 +193,19 @@ def _repeated(part: nn.Module, ahead: tuple[int, ...]) -> Any:
     return made.train(part.training)
 
 
-def _with_slices(source: ViT, depths: tuple[int, ...], spacing: float | Sequence[float]) -> Callable[..., Tensor]:
-    """Return the positions of the patches of a volume, whose slices have the positions of the source."""
+def _with_slices(source: ViT, depths: tuple[int, ...], spacing: float | Sequence[float]) -> Lattice:
+    """Return the lattice of the patches of a volume, whose slices have the positions of the source."""
     patch, old, new = source.embed.patch_size, len(source.embed.patch_size), len(depths)
     given = [spacing] * new if isinstance(spacing, int | float) else list(spacing)
     voxels = given if len(given) == new + old else [*given, *(1.0,) * old]
     if len(voxels) != new + old or not all(0 < one < math.inf for one in voxels):
         rule = f"spacing must be above 0, one number, or the size of a voxel along each of {new + old} axes"
         raise ValueError(f"{rule}, got {spacing}")
-    within = spaced(source.position_map, source.embed.lattice(source.arguments["input_size"]))["spacing"]
+    lattice = source.position_map
+    within = lattice.spaced(*source.embed.lattice(source.arguments["input_size"]))["spacing"]
     # Positions per unit of length, averaged over the old axes.
     density = fmean(step / (extent * voxel) for step, extent, voxel in zip(within, patch, voxels[new:], strict=True))
     steps = tuple(density * depth * voxel for depth, voxel in zip(depths, voxels[:new], strict=True))
-    if not isinstance(source.position_map, Lattice):
-        return Stacked(source.position_map, steps)
-    lattice = source.position_map.completed()
     before = lattice.settings()
     ahead: dict[str, Any] = dict.fromkeys(("origin", "offset", "cell"), (0.0,) * new)
     ahead |= {"spacing": steps, "per": ("one",) * new, "train_sizes": (1,) * new, "periods": (None,) * new}

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrope.attention import fit_window, per_axis_window
-from torchrope.lattice import Lattice
 from torchrope.models.layers import Shareable, keeps_arguments
 from torchrope.models.swin import Stage, Swin
 from torchrope.models.vit import ViT
@@ -144,8 +143,7 @@ class Features(Shareable, nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """Return the spacing and origin of each stage's lattice, `(stages, 2, axes)`, to save with the weights."""
-        maps = [part.position_map for part in getattr(self.model, "stages", [self.model])]
-        lattices = [one if isinstance(one, Lattice) else Lattice(1.0, 0.0) for one in maps]
+        lattices = [part.position_map for part in getattr(self.model, "stages", [self.model])]
         return torch.tensor(
             [[per_axis(name, getattr(one, name), 2) for name in ("spacing", "origin")] for one in lattices],
             dtype=torch.float64,
@@ -154,8 +152,7 @@ class Features(Shareable, nn.Module):
     def set_extra_state(self, state: Tensor) -> None:
         """Set the spacing and origin of each stage's lattice from a checkpoint."""
         for part, (spacing, origin) in zip(getattr(self.model, "stages", [self.model]), state.tolist(), strict=True):
-            if isinstance(part.position_map, Lattice):
-                part.position_map = replace(part.position_map, spacing=spacing, origin=origin)
+            part.position_map = replace(part.position_map, spacing=spacing, origin=origin)
 
     def extra_repr(self) -> str:
         """Describe the maps."""

@@ -70,7 +70,7 @@ class Backbone(nn.Module):
         Args:
             coarse: Whether to group by stages, if the model has any, instead of layers.
         """
-        stem, layers = r"^(?:embed|absolute|position_map|prefix_tokens)", r"(?:layers|encodings|biases)\.(\d+)\."
+        stem, layers = r"^(?:embed|absolute|prefix_tokens)", r"(?:layers|encodings|biases)\.(\d+)\."
         if not hasattr(self, "stages"):
             return {"stem": stem, "layers": rf"^{layers}"}
         of_stages = [(rf"^stages\.(\d+)\.{layers}", None), (r"^stages\.(\d+)\.merge\.", (0,))]
@@ -205,27 +205,32 @@ def on_lattice(
 
 
 def token_positions(
-    position_map: Callable[..., Tensor],
+    lattice: Lattice,
     *sizes: int,
     training: bool,
     device: torch.device | str | None = None,
     spacing: Tensor | None = None,
 ) -> Tensor:
-    """Return the positions of a lattice of tokens `([batch,] tokens, axes)`; those of a `Lattice` vary in training."""
-    positions = position_map(*sizes, device=device, **({} if spacing is None else {"spacing": spacing}))
-    return position_map.perturbed(positions) if training and isinstance(position_map, Lattice) else positions
+    """Return the positions of a lattice of tokens, `([batch,] tokens, axes)`, which may vary in training."""
+    positions = lattice(*sizes, device=device, spacing=spacing)
+    return lattice.perturbed(positions) if training else positions
 
 
-def completed(
-    positions: Callable[..., Tensor] | None, encoding: Encoding, sizes: Sequence[int]
-) -> Callable[..., Tensor]:
-    """Return the function of positions of a model: a `Lattice` gets what it lacks from the encoding's paper."""
-    if isinstance(positions, Lattice) and any(period is not None for period in positions.periods or ()):
+def lattice_of(positions: Lattice | None) -> Lattice:
+    """Return the lattice of a model's argument `positions`."""
+    lattice = Lattice() if positions is None else positions
+    if type(lattice) is not Lattice:
+        raise ValueError(f"positions must be a Lattice or None, got {lattice!r}")
+    return lattice
+
+
+def completed(positions: Lattice | None, encoding: Encoding, sizes: Sequence[int]) -> Lattice:
+    """Return the lattice of a model's tokens, which gets what it lacks from the encoding's paper."""
+    lattice = lattice_of(positions)
+    if any(period is not None for period in lattice.periods or ()):
         rule = "periods of a Lattice need tr.Transformer; elsewhere encoding must build a tr.encodings.Periodic"
-        raise ValueError(f"{rule}, got {positions}")
-    if positions is None or isinstance(positions, Lattice):
-        return (positions or Lattice()).completed(**encoding.lattice.spaced(*sizes))
-    return positions
+        raise ValueError(f"{rule}, got {lattice}")
+    return lattice.completed(**encoding.lattice.spaced(*sizes))
 
 
 def extents(valid_mask: Tensor) -> list[tuple[int, ...]]:

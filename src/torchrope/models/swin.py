@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchrope.attention import Attention, Windows, fit_window, mask_bias, pad_ends, per_axis_window
 from torchrope.encodings import AbsoluteEncoding, Encoding, LearnedAPE, ScoreBias
 from torchrope.encodings.periodic import update_all_turns
+from torchrope.lattice import Lattice
 from torchrope.models.layers import (
     Backbone,
     DropPathSchedule,
@@ -64,9 +65,9 @@ class Swin(Shareable, Backbone):
             that includes one.
         bias: Callable that builds a bias of the scores from sizes and num_heads, such as `RelativePositionBias`; not
             together with a name that includes one.
-        positions: Positions of the tokens of a window, in every stage: a `Lattice`, or a function as in `ViT`. By
-            default the convention of the encoding's paper for a lattice like the stage's window, which never changes
-            with input or window size.
+        positions: Positions of the tokens of a window, in every stage: a `Lattice` without a `unit`. By default the
+            convention of the encoding's paper for a lattice like the stage's window, which never changes with input or
+            window size.
         qkv_bias: Whether queries, keys and values have a bias.
         dropout: Probability of dropping a channel after the embedding, attention projection and MLP.
         attention_dropout: Probability of dropping an attention weight.
@@ -111,7 +112,7 @@ class Swin(Shareable, Backbone):
         encoding: str | Callable[..., Encoding] = "mixed",
         absolute: Callable[..., AbsoluteEncoding] | None = None,
         bias: Callable[..., ScoreBias] | None = None,
-        positions: Callable[..., Tensor] | None = None,
+        positions: Lattice | None = None,
         qkv_bias: bool = True,
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
@@ -222,7 +223,7 @@ class Stage(nn.Module):
         encodings: Sequence[Encoding],
         biases: Sequence[ScoreBias],
         window: tuple[int, ...],
-        position_map: Callable[..., Tensor],
+        position_map: Lattice,
         checkpoint_layers: bool,
     ) -> None:
         super().__init__()

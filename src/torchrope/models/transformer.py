@@ -20,6 +20,7 @@ from torchrope.models.layers import (
     drop_path_rates,
     initialize,
     keeps_arguments,
+    lattice_of,
     resolve,
     rotations_at,
     run_layer,
@@ -413,7 +414,7 @@ def _require_finite(name: str, x: Tensor, valid: Tensor | None) -> None:
 
 def _of_points(positions: Lattice | None) -> Lattice:
     """Return the settings of positions, and check that points have these settings."""
-    lattice = positions or Lattice()
+    lattice = lattice_of(positions)
     if not {"spacing", "origin", "unit", "periods"}.issuperset(lattice.settings()):
         raise ValueError(f"positions of points have spacing, origin, unit and periods, got {lattice}")
     return lattice

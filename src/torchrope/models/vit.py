@@ -70,9 +70,8 @@ class ViT(Shareable, Backbone):
             together with a name that includes one.
         share_layers: Whether all layers share one encoding or bias, computed once per forward.
         positions: Positions of the patches, by default the convention of the encoding's paper at the training size,
-            which never changes with the input size. A `Lattice` with another spacing or origin, or of another kind,
-            such as one in mm; or a function that returns them from the sizes of a lattice and `device=`, a module if it
-            depends on training mode. `spacing` of a forward call is passed on to it.
+            which never changes with the input size. A `Lattice` changes spacing, origin or convention; one with a
+            `unit`, such as mm, needs `spacing` in each forward call.
         pool: "cls" uses a class token at the origin, "mean" averages the patches.
         num_registers: Register tokens at the origin, where R = I, dropped before pooling.
         qkv_bias: Whether queries, keys and values have a bias; LieRE's code has none.
@@ -120,7 +119,7 @@ class ViT(Shareable, Backbone):
         absolute: Callable[..., AbsoluteEncoding] | None = None,
         bias: Callable[..., ScoreBias] | None = None,
         share_layers: bool = False,
-        positions: Callable[..., Tensor] | None = None,
+        positions: Lattice | None = None,
         pool: Literal["cls", "mean"] = "cls",
         num_registers: int = 0,
         qkv_bias: bool = True,
@@ -193,8 +192,7 @@ class ViT(Shareable, Backbone):
         Args:
             x: `(batch, in_channels, *sizes)`, sizes divisible by the patch; any size, not the training size alone. Or
                 samples of several sizes, each `(in_channels, *sizes)`, which the layers process as one sequence.
-            spacing: Distances between voxels in each sample, `(batch, axes)`, passed on to `positions`, which returns
-                `(batch, tokens, axes)`.
+            spacing: Distances between voxels in each sample, `(batch, axes)`, for `positions` with a `unit`.
 
         Returns:
             Logits `(batch, num_outputs)`.
@@ -247,8 +245,7 @@ class ViT(Shareable, Backbone):
             [(5, 32, 4, 6), (5, 32, 4, 6)]
         """
         sizes = self.embed.lattice(x.shape[2:])
-        same_at_all_sizes = isinstance(self.position_map, Lattice) and self.position_map.per == "one"
-        sized = self.absolute is not None or not same_at_all_sizes
+        sized = self.absolute is not None or self.position_map.per != "one"
         filled = extents(valid_mask) if valid_mask is not None and sized else None  # of each sample
         tokens = self.embedded(x, filled)
         patch_positions = on_lattice(partial(self._patch_positions, device=tokens.device), sizes, filled)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torchrope import extend
 from torchrope.encodings import Encoding, NoEncoding
-from torchrope.lattice import Lattice, spaced
+from torchrope.lattice import Lattice
 from torchrope.models import Swin, ViT
 from torchrope.positions import per_axis
 from torchrope_lab.data.datamodule import DataModule
@@ -103,7 +103,7 @@ def extended_for(model: ViT, size: Size, trained: Size, method: str) -> Adapted:
     """Copy a trained model with encodings scaled, by a key of `METHODS`, for a larger input size."""
     lattice = model.embed.lattice(trained)
     factor = [now / then for now, then in zip(model.embed.lattice(size), lattice, strict=True)]
-    spacing = spaced(model.position_map, lattice)["spacing"]
+    spacing = model.position_map.spaced(*lattice)["spacing"]
     extent = [count * step for count, step in zip(lattice, spacing, strict=True)]
     train_size = extent if method == "yarn" else None
     return extend(model, factor, method=method, train_size=train_size), {}  # type: ignore[arg-type]
@@ -115,9 +115,7 @@ def fixed_position_range(model: ViT, trained: Size) -> str | None:
     lattice = model.embed.lattice(trained)
     encoding: Encoding = model.encodings[0]  # type: ignore[assignment]
     of_paper, fine = encoding.lattice.spaced(*lattice), encoding.lattice.spaced(*(FINE for _ in lattice))
-    position_map = model.position_map
-    still = replace(position_map, cell=0.0, intensity=1.0) if isinstance(position_map, Lattice) else None
-    if of_paper == fine or still != Lattice(**of_paper):
+    if of_paper == fine or replace(model.position_map, cell=0.0, intensity=1.0) != Lattice(**of_paper):
         return None
     spacing, origin = (per_axis(name, fine[name], len(lattice))[0] for name in ("spacing", "origin"))
     return f"[{round(origin, 3):g}, {round(origin + FINE * spacing, 3):g}]"
@@ -127,6 +125,5 @@ def rescaled_for(model: ViT, size: Size) -> Adapted:
     """Copy a trained model with positions that have the range of the training positions at a size."""
     rescaled = copy.deepcopy(model)
     encoding: Encoding = model.encodings[0]  # type: ignore[assignment]
-    assert isinstance(model.position_map, Lattice)
     rescaled.position_map = replace(model.position_map, **encoding.lattice.spaced(*model.embed.lattice(size)))
     return rescaled, {}

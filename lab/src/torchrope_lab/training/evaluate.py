@@ -151,9 +151,8 @@ def keep_range(model: Model) -> None:
         what = "a Swin, whose positions are in its windows" if isinstance(model, Swin) else "tokens at any positions"
         raise Mistake(f"the model must be a ViT to keep the range of positions, got {what}")
     lattice = model.position_map
-    if not isinstance(lattice, Lattice) or lattice.unit is not None or lattice.per != "one":
-        rule = "positions must be those of a lattice with a spacing to keep their range"
-        raise Mistake(f"{rule}, got {lattice if isinstance(lattice, Lattice) else type(lattice).__name__}")
+    if lattice.unit is not None or lattice.per != "one":
+        raise Mistake(f"positions must be those of a lattice with a spacing to keep their range, got {lattice}")
     trained = model.embed.lattice(model.arguments["input_size"])
     model.position_map = Lattice(lattice.spacing, lattice.origin, per="size", train_sizes=trained)
 

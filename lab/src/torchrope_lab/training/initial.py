@@ -11,7 +11,6 @@ from torchrope.checkpoints import convert
 from torchrope.checkpoints.convert import HUBS, fitted_state, load_backbone, to_torchrope
 from torchrope.encodings import Encoding
 from torchrope.integrations import FILE
-from torchrope.lattice import spaced
 from torchrope.models import ACTIVATIONS, Swin, ViT
 from torchrope_lab.data.build import make_data
 from torchrope_lab.files import read_mapping
@@ -109,7 +108,7 @@ def _check_settings(model: Any, trained: Any, source: str) -> None:
     encodings = [[type(part) for part in one.modules() if isinstance(part, Encoding)] for one in (model, trained)]
     if isinstance(model, ViT) and {*encodings[0]} & {*encodings[1]}:
         sizes = model.embed.lattice(model.arguments["input_size"])
-        own, given = (spaced(one.position_map, sizes) for one in (model, trained))
+        own, given = (one.position_map.spaced(*sizes) for one in (model, trained))
         if own != given:
             wanted = " and ".join(f"model.{name} {value}" for name, value in given.items())
             raise Mistake(f"positions must be those of {source}, which has {wanted}, got {own}")

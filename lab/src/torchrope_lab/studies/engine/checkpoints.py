@@ -9,7 +9,6 @@ from torch import nn
 
 from torchrope.encodings import Encoding, NoEncoding
 from torchrope.integrations import Rotary, adapt
-from torchrope.lattice import spaced
 from torchrope.models import Swin, Transformer, ViT
 from torchrope.positions import PerAxis
 from torchrope_lab.mistakes import Mistake
@@ -90,11 +89,11 @@ def sites_of(model: nn.Module) -> list[Site]:
     """Collect the encodings of a model's layers, the first layer first; of other libraries' models those of `swap`."""
     if isinstance(model, ViT):
         sizes = model.embed.lattice(model.arguments["input_size"])
-        found = [Site(each, sizes, **spaced(model.position_map, sizes)) for each in _encodings(model)]
+        found = [Site(each, sizes, **model.position_map.spaced(*sizes)) for each in _encodings(model)]
     elif isinstance(model, Swin):
         stages: list[Any] = list(model.stages)
         found = [
-            Site(each, part.window, **spaced(part.position_map, part.window))
+            Site(each, part.window, **part.position_map.spaced(*part.window))
             for part in stages
             for each in _encodings(part)
         ]
