@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import date
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -156,58 +157,44 @@ def _case(scenario: str, accuracies: tuple[float, ...], seeds: int, examples: in
 
 def equal() -> Iterator[Case]:
     """Yield cases with all encodings equal."""
-    for k in NAMES:
-        for seeds in SEEDS:
-            for examples in EXAMPLES:
-                for accuracy in ACCURACIES:
-                    yield _case("equal", (accuracy,) * k, seeds, examples)
+    for k, seeds, examples, accuracy in product(NAMES, SEEDS, EXAMPLES, ACCURACIES):
+        yield _case("equal", (accuracy,) * k, seeds, examples)
 
 
 def two_best() -> Iterator[Case]:
     """Two equal encodings 20 points ahead of the others: "best" is false."""
-    for k in NAMES[1:]:
-        for seeds in SEEDS:
-            for examples in EXAMPLES:
-                yield _case("two best", (0.7,) * (k - 2) + (0.9,) * 2, seeds, examples)
+    for k, seeds, examples in product(NAMES[1:], SEEDS, EXAMPLES):
+        yield _case("two best", (0.7,) * (k - 2) + (0.9,) * 2, seeds, examples)
 
 
 def at_margin() -> Iterator[Case]:
     """One encoding gains exactly the margin, the others nothing: "position-irrelevant" is false."""
-    for k in NAMES:
-        for seeds in SEEDS:
-            for examples in EXAMPLES:
-                yield _case("at the margin", (0.9,) * (k - 1) + (0.9 + MARGIN + 1e-9,), seeds, examples)
+    for k, seeds, examples in product(NAMES, SEEDS, EXAMPLES):
+        yield _case("at the margin", (0.9,) * (k - 1) + (0.9 + MARGIN + 1e-9,), seeds, examples)
 
 
 def at_chance() -> Iterator[Case]:
     """Yield cases of guessing among ten classes: only "nothing-learned" and "cannot-tell" are true."""
-    for k in NAMES:
-        for seeds in SEEDS:
-            for examples in EXAMPLES:
-                yield _case("at chance", (0.1,) * k, seeds, examples, chance=0.1)
+    for k, seeds, examples in product(NAMES, SEEDS, EXAMPLES):
+        yield _case("at chance", (0.1,) * k, seeds, examples, chance=0.1)
 
 
 def ahead() -> Iterator[Case]:
     """One encoding is 5 points ahead of all others: "best" is true."""
-    for k in NAMES:
-        for seeds in SEEDS:
-            for examples in EXAMPLES:
-                yield _case("5 points ahead", (0.85,) * (k - 1) + (0.9,), seeds, examples)
+    for k, seeds, examples in product(NAMES, SEEDS, EXAMPLES):
+        yield _case("5 points ahead", (0.85,) * (k - 1) + (0.9,), seeds, examples)
 
 
 def one_training() -> Iterator[Case]:
     """Yield cases of equal encodings with one training run each, whose variation one seed does not show."""
-    for k in NAMES:
-        for examples in EXAMPLES:
-            yield Case("one training", (0.5,) * k, 1, examples, (SPREAD,) * k)
+    for k, examples in product(NAMES, EXAMPLES):
+        yield Case("one training", (0.5,) * k, 1, examples, (SPREAD,) * k)
 
 
 def unequal_spreads() -> Iterator[Case]:
     """Yield cases of equal encodings of which one varies four times as much between training runs."""
-    for k in NAMES:
-        for seeds in SEEDS[1:]:
-            for examples in EXAMPLES:
-                yield Case("unequal spreads", (0.5,) * k, seeds, examples, (SPREAD,) * (k - 1) + (4 * SPREAD,))
+    for k, seeds, examples in product(NAMES, SEEDS[1:], EXAMPLES):
+        yield Case("unequal spreads", (0.5,) * k, seeds, examples, (SPREAD,) * (k - 1) + (4 * SPREAD,))
 
 
 SCENARIOS: dict[str, Callable[[], Iterator[Case]]] = {

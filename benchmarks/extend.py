@@ -14,10 +14,12 @@ import runpy
 import shlex
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -41,59 +43,8 @@ TRAINED, AS_IT_IS = "trained size", "as it is"
 ARCHITECTURE = "vit_small_patch16_rope_224"
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Settings of training and evaluation.
-
-    Attributes:
-        size: Pixels per side in training.
-        factor: Evaluation size over training size.
-        seeds: Number of training runs.
-        epochs: Epochs per run.
-        batch_size: Images per step.
-        lr: Maximum learning rate.
-        threads: Threads of torch.
-    """
-
-    size: int = 32
-    factor: int = 2
-    seeds: int = 3
-    epochs: int = 8
-    batch_size: int = 64
-    lr: float = 2e-3
-    threads: int = 2
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way to evaluate.
-
-    Attributes:
-        method: Method of `extend`, `TRAINED` (at the training size) or `AS_IT_IS` (at the larger one).
-        accuracy: With its 95 % interval over characters and seeds.
-        gain: Over `AS_IT_IS`, paired, at 5 % over all methods; None for the rows that are no method.
-    """
-
-    method: str
-    accuracy: Interval
-    gain: Interval | None
-
-
-@dataclass(frozen=True)
-class Results:
-    """All rows, and where they come from."""
-
-    schema: int
-    plan: Plan
-    examples: int
-    classes: int
-    seconds: float
-    rows: tuple[Row, ...]
-    source: Source
-
-
-def measure(plan: Plan, command: str) -> Results:
-    """Train each seed and evaluate it at every size, and print each result."""
+def measure(plan: Namespace, command: str) -> dict[str, Any]:
+    """Train each seed and evaluate it at every size, print each result, and return all with their source."""
     torch.set_num_threads(plan.threads)
     radicals = runpy.run_path(str(ROOT / "examples/sources.py"))["radicals"]
     data = radicals(plan.size)
@@ -109,10 +60,11 @@ def measure(plan: Plan, command: str) -> Results:
     source = Source(
         command=command, date=date.today().isoformat(), threads=plan.threads, **provenance(("torch", "timm", "kanjivg"))
     )
-    return Results(VERSION, plan, len(small), len(data["classes"]), round(seconds), rows(right), source)
+    counts = {"examples": len(small), "classes": len(data["classes"]), "seconds": round(seconds)}
+    return {"schema": VERSION, "plan": vars(plan), **counts, "rows": rows(right), "source": asdict(source)}
 
 
-def trained(plan: Plan, data: TensorDataset, classes: int, seed: int) -> nn.Module:
+def trained(plan: Namespace, data: TensorDataset, classes: int, seed: int) -> nn.Module:
     """Train a model with AdamW and a one-cycle learning rate."""
     torch.manual_seed(seed)
     model: nn.Module = timm.create_model(
@@ -142,7 +94,7 @@ def trained(plan: Plan, data: TensorDataset, classes: int, seed: int) -> nn.Modu
     return model.eval()
 
 
-def evaluated(model: nn.Module, plan: Plan, small: TensorDataset, large: TensorDataset) -> dict[str, Tensor]:
+def evaluated(model: nn.Module, plan: Namespace, small: TensorDataset, large: TensorDataset) -> dict[str, Tensor]:
     """Evaluate every method; return correct answers `(examples,)` by method."""
     ways = {TRAINED: correct(model, small), AS_IT_IS: correct(model, large)}
     return ways | {method: correct(tr.extend(model, plan.factor, method=method), large) for method in METHODS}
@@ -154,32 +106,38 @@ def correct(model: nn.Module, data: TensorDataset) -> Tensor:
     return torch.cat([model(inputs).argmax(dim=-1) == labels for inputs, labels in parts])
 
 
-def rows(right: dict[str, list[Tensor]]) -> tuple[Row, ...]:
-    """Accuracies and gains with their intervals."""
+def rows(right: dict[str, list[Tensor]]) -> list[dict[str, Any]]:
+    """Return accuracies with 95 % intervals over characters and seeds, and gains of methods over `AS_IT_IS`, paired."""
     by_name = {name: torch.stack(seeds).int().numpy() for name, seeds in right.items()}
     gains = dict(zip(METHODS, differences(by_name, [(method, AS_IT_IS) for method in METHODS]), strict=True))
-    return tuple(Row(name, accuracy_interval(values), gains.get(name)) for name, values in by_name.items())
+    return [
+        {"method": name, "accuracy": accuracy_interval(values), "gain": gains.get(name)}
+        for name, values in by_name.items()
+    ]
 
 
-def render(results: Results, page: Path) -> None:
+def render(results: dict[str, Any], page: Path) -> None:
     """Put the table between the markers of the page."""
-    plan = results.plan
+    plan, source = Namespace(**results["plan"]), results["source"]
     head = [
-        f"| | accuracy, {results.classes} radicals | gain over `{AS_IT_IS}` |",
+        f"| | accuracy, {results['classes']} radicals | gain over `{AS_IT_IS}` |",
         "|---|---:|---:|",
     ]
-    body = [f"| {_shown(row.method, plan)} | {_share(row.accuracy)} | {_points(row.gain)} |" for row in results.rows]
-    versions = ", ".join(f"{name} {version}" for name, version in results.source.versions.items())
+    body = [
+        f"| {_shown(row['method'], plan)} | {_share(row['accuracy'])} | {_points(row['gain'])} |"
+        for row in results["rows"]
+    ]
+    versions = ", ".join(f"{name} {version}" for name, version in source["versions"].items())
     note = (
         f"timm's `{ARCHITECTURE}`, 64 wide, 4 layers, patches of 4; {plan.seeds} seeds, {plan.epochs} epochs at "
-        f"{plan.size}×{plan.size} pixels; {results.examples} held-out characters. 95 % intervals over characters and "
-        f"seeds, those of the gains together. {versions}, {results.source.date}, by `{results.source.command}`."
+        f"{plan.size}×{plan.size} pixels; {results['examples']} held-out characters. 95 % intervals over characters "
+        f"and seeds, those of the gains together. {versions}, {source['date']}, by `{source['command']}`."
     )
     text = insert_between_markers(page.read_text(encoding="utf-8"), "extend", "\n".join([*head, *body]) + "\n\n" + note)
     write_whole(page, text)
 
 
-def _shown(method: str, plan: Plan) -> str:
+def _shown(method: str, plan: Namespace) -> str:
     if method == TRAINED:
         return f"{plan.size} pixels, the {TRAINED}"
     name = method if method == AS_IT_IS else f"`{method}`"
@@ -200,27 +158,22 @@ def _points(interval: Interval | None) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    meanings = {
-        "size": "pixels per side in training",
-        "factor": "evaluation size over training size",
-        "seeds": "training runs",
-        "epochs": "epochs per run",
-        "batch_size": "images per step",
-        "lr": "maximum learning rate",
-        "threads": "threads of torch",
-    }
-    for name, default in asdict(Plan()).items():
-        meaning = f"{meanings[name]} (default: {default})"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=meaning)
+    parser.add_argument("--size", type=int, default=32, help="pixels per side in training")
+    parser.add_argument("--factor", type=int, default=2, help="evaluation size over training size")
+    parser.add_argument("--seeds", type=int, default=3, help="training runs")
+    parser.add_argument("--epochs", type=int, default=8, help="epochs per run")
+    parser.add_argument("--batch-size", type=int, default=64, help="images per step")
+    parser.add_argument("--lr", type=float, default=2e-3, help="maximum learning rate")
+    parser.add_argument("--threads", type=int, default=2, help="threads of torch")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON file")
     parser.add_argument("--page", type=Path, default=PAGE, help="the page to render")
     options = vars(parser.parse_args(arguments))
     out, page = options.pop("out"), options.pop("page")
     given = sys.argv[1:] if arguments is None else arguments
-    results = measure(Plan(**options), shlex.join(["python", "benchmarks/extend.py", *given]))
-    write_whole(out, json.dumps(asdict(results), indent=1, allow_nan=False) + "\n")
+    results = measure(Namespace(**options), shlex.join(["python", "benchmarks/extend.py", *given]))
+    write_whole(out, json.dumps(results, indent=1, allow_nan=False) + "\n")
     render(results, page)
-    print(f"{out} and {page}, {results.seconds:.0f} s")
+    print(f"{out} and {page}, {results['seconds']} s")
 
 
 if __name__ == "__main__":

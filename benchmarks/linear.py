@@ -8,96 +8,33 @@ they take four times as much. Run it on a machine that does nothing else.
 """
 
 import argparse
-from dataclasses import dataclass
 
 import torch
 from measuring import peak_bytes, slope
 
 import torchrope as tr
-from torchrope_lab.timing import Quartiles, Work, interleaved_seconds, milliseconds, threads
+from torchrope_lab.timing import Work, interleaved_seconds, milliseconds, threads
 
 AXES = 3
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Sizes of the measurements.
-
-    Attributes:
-        tokens: Numbers of tokens, growing.
-        most_softmax: Tokens beyond which softmax attention is left out, for its time.
-        dim: Channels of a token.
-        heads: Attention heads.
-        encoding: Name of the encoding.
-        rounds: Samples of each time.
-    """
-
-    tokens: tuple[int, ...]
-    most_softmax: int
-    dim: int
-    heads: int
-    encoding: str
-    rounds: int
-
-
-@dataclass(frozen=True)
-class Row:
-    """One kind of attention at one number of tokens."""
-
-    kind: str
-    tokens: int
-    time: Quartiles
-    peak: int
-
-
-def steps(plan: Plan, tokens: int) -> dict[str, Work]:
+def steps(tokens: int, options: argparse.Namespace) -> dict[str, Work]:
     """Forward and backward pass of each kind, by name."""
-    head_dim = plan.dim // plan.heads
-    encoding = tr.parse_encoding(plan.encoding).rotary(num_axes=AXES, num_heads=plan.heads, head_dim=head_dim)
-    x, positions = torch.randn(1, tokens, plan.dim), torch.rand(tokens, AXES) * tokens ** (1 / AXES)
+    head = dict(num_heads=options.heads, head_dim=options.dim // options.heads)
+    encoding = tr.parse_encoding(options.encoding).rotary(num_axes=AXES, **head)
+    x, positions = torch.randn(1, tokens, options.dim), torch.rand(tokens, AXES) * tokens ** (1 / AXES)
+    kinds: dict[str, torch.nn.Module] = {
+        "softmax": tr.Attention(options.dim, options.heads),
+        "linear": tr.LinearAttention(options.dim, options.heads),
+        "linear, causal": tr.LinearAttention(options.dim, options.heads, causal=True),
+    }
+    if tokens > options.most_softmax:
+        del kinds["softmax"]
 
     def trained(attention: torch.nn.Module) -> Work:
         return lambda: attention(x, encoding(positions)).square().mean().backward()
 
-    works = {
-        "softmax": trained(tr.Attention(plan.dim, plan.heads)),
-        "linear": trained(tr.LinearAttention(plan.dim, plan.heads)),
-        "linear, causal": trained(tr.LinearAttention(plan.dim, plan.heads, causal=True)),
-    }
-    if tokens > plan.most_softmax:
-        del works["softmax"]
-    return works
-
-
-def measure(plan: Plan) -> list[Row]:
-    """Measure all kinds at all numbers of tokens."""
-    rows = []
-    for tokens in plan.tokens:
-        works = steps(plan, tokens)
-        seconds = interleaved_seconds(works, rounds=plan.rounds, device="cpu")
-        for kind, work in works.items():
-            rows.append(Row(kind, tokens, milliseconds(seconds[kind]), peak_bytes(work, "cpu")))
-            print(describe(rows[-1]), flush=True)
-    return rows
-
-
-def describe(row: Row) -> str:
-    time = f"{row.time.median:10.1f} ms [{row.time.low:.1f}, {row.time.high:.1f}]"
-    return f"{row.kind:<16}{row.tokens:>9} tokens {time:<36}{row.peak / 2**20:10.1f} MiB"
-
-
-def growth(rows: list[Row]) -> dict[str, tuple[float, float]]:
-    """Exponents of time and memory over the number of tokens, of each kind that was measured at two or more."""
-    kinds = dict.fromkeys(row.kind for row in rows)
-    by_kind = {kind: [row for row in rows if row.kind == kind] for kind in kinds}
-    return {
-        kind: (
-            slope([row.tokens for row in own], [row.time.median for row in own]),
-            slope([row.tokens for row in own], [row.peak for row in own]),
-        )
-        for kind, own in by_kind.items()
-        if len(own) > 1
-    }
+    return {kind: trained(attention) for kind, attention in kinds.items()}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -109,14 +46,23 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--encoding", default="mixed", help="name of the encoding")
     parser.add_argument("--rounds", type=int, default=7, help="samples of each time")
     parser.add_argument("--threads", type=int, default=None, help="threads of torch")
-    options = vars(parser.parse_args(arguments))
-    count = options.pop("threads")
-    plan = Plan(**{**options, "tokens": tuple(sorted(options["tokens"]))})
-    with threads(count):
-        print(f"{plan}, torch {torch.__version__}, {torch.get_num_threads()} threads")
-        rows = measure(plan)
-    for kind, (time, memory) in growth(rows).items():
-        print(f"{kind:<16}time grows as tokens^{time:.2f}, memory as tokens^{memory:.2f}")
+    options = parser.parse_args(arguments)
+    measured: dict[str, list[tuple[int, float, int]]] = {}  # tokens, milliseconds and bytes of each kind
+    with threads(options.threads):
+        print(f"{options}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+        for tokens in options.tokens:
+            works = steps(tokens, options)
+            seconds = interleaved_seconds(works, rounds=options.rounds, device="cpu")
+            for kind, work in works.items():
+                time, peak = milliseconds(seconds[kind]), peak_bytes(work, "cpu")
+                measured.setdefault(kind, []).append((tokens, time.median, peak))
+                shown = f"{time.median:10.1f} ms [{time.low:.1f}, {time.high:.1f}]"
+                print(f"{kind:<16}{tokens:>9} tokens {shown:<36}{peak / 2**20:10.1f} MiB", flush=True)
+    for kind, rows in measured.items():
+        if len(rows) > 1:
+            sizes, times, peaks = zip(*rows, strict=True)
+            exponents = f"tokens^{slope(sizes, times):.2f}, memory as tokens^{slope(sizes, peaks):.2f}"
+            print(f"{kind:<16}time grows as {exponents}")
 
 
 if __name__ == "__main__":

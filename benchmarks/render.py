@@ -42,14 +42,7 @@ def render_data(results: Path, docs: Path) -> None:
     write_whole(page, render_data_docs(page.read_text(encoding="utf-8"), read_results(results, DataSuite)))
 
 
-def render_exponentials(results: Path, docs: Path) -> None:
-    """Write the table of exponentials in results/speed.md from the numbers of `benchmarks/exponentials.py`."""
-    page = docs / "results" / "speed.md"
-    measured = read_mapping(results, "measurements of exponentials")
-    write_whole(page, render_exponentials_docs(page.read_text(encoding="utf-8"), measured))
-
-
-def render_exponentials_docs(text: str, measured: dict[str, Any]) -> str:
+def exponentials(text: str, measured: dict[str, Any]) -> str:
     """Put the table of exponentials between the markers of docs/results/speed.md."""
     lines: dict[tuple[str, str], Row] = {}
     for row in measured["measured"]:
@@ -70,14 +63,34 @@ def render_exponentials_docs(text: str, measured: dict[str, Any]) -> str:
     return insert_between_markers(text, "exponentials", _markdown(Table("", columns, [*lines.values()], note=note)))
 
 
-def render_freeze(results: Path, docs: Path) -> None:
-    """Write the table of inference in use-it-in-your-model.md from the numbers of `benchmarks/freeze.py`."""
-    page = docs / "use-it-in-your-model.md"
-    measured = read_mapping(results, "measurements of freeze")
-    write_whole(page, render_freeze_docs(page.read_text(encoding="utf-8"), measured))
+def checkpointing(text: str, measured: dict[str, Any]) -> str:
+    """Put the tables of checkpointed training between the markers of docs/results/speed.md."""
+    memory = [
+        Column("case", "Pass"), Column("none", "Without encoding", "MB", 0), Column("encoding", "liere:64", "MB", 0),
+        Column("rotations", "Rotations", "MB", 0),
+    ]  # fmt: skip
+    held: list[Row] = [
+        {key: value if key == "case" else value / 1e6 for key, value in row.items()} for row in measured["memory"]
+    ]
+    time = [
+        Column("batch", "Batch"),
+        quartile_column("ms", "Checkpointed step", "ms", 0),
+        quartile_column("rotations kept", "/ rotations kept", "×", 2),
+        quartile_column("training", "/ training", "×", 2),
+    ]
+    taken: list[Row] = []
+    for row in measured["time"]:
+        cells = quartile_cells("ms", Quartiles(**row["milliseconds"]))
+        for case, over in row["over"].items():
+            cells |= quartile_cells(case, Quartiles(**over))
+        taken.append({"batch": row["batch"], **cells})
+    setting = ", ".join(f"{name} {value}" for name, value in measured["setting"].items())
+    note = f"Medians and quartiles of ratios within rounds; {setting}; by `python benchmarks/checkpointing.py`."
+    tables = Table("", memory, held), Table("", time, taken, note=note)
+    return insert_between_markers(text, "checkpointing", "\n\n".join(map(_markdown, tables)))
 
 
-def render_freeze_docs(text: str, measured: dict[str, Any]) -> str:
+def freeze(text: str, measured: dict[str, Any]) -> str:
     """Put the table of `absorb` and `freeze` between the markers of docs/use-it-in-your-model.md."""
     columns = [Column("encoding", "Encoding"), Column("mb", "Model, MB", digits=2)]
     for kind in ("absorb", "freeze"):
@@ -444,8 +457,16 @@ def _origin(source: Source) -> str:
     )
 
 
+RENDERED = {
+    "checkpointing": ("results/speed.md", checkpointing),
+    "exponentials": ("results/speed.md", exponentials),
+    "freeze": ("use-it-in-your-model.md", freeze),
+}
+"""The page of a file of results, and the function that puts its numbers there, by the file's name."""
+
 if __name__ == "__main__":
     render(RESULTS, DOCS)
-    render_exponentials(RESULTS.with_name("exponentials.json"), DOCS)
-    render_freeze(RESULTS.with_name("freeze.json"), DOCS)
     render_data(RESULTS.with_name("data.json"), DOCS)
+    for name, (page, rendered) in RENDERED.items():
+        measured = read_mapping(RESULTS.with_name(f"{name}.json"), f"measurements of {name}")
+        write_whole(DOCS / page, rendered((DOCS / page).read_text(encoding="utf-8"), measured))

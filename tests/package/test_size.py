@@ -19,11 +19,11 @@ LINES = {
     "src/torchrope/integrations src/torchrope/checkpoints": 6080,
     "lab/src": 24905,
     "tests": 23822,
-    "lab/tests": 22946,
-    "benchmarks": 4500,
+    "lab/tests": 22940,
+    "benchmarks": 4496,
     "examples": 1000,
 }
-WORDS = 28496
+WORDS = 28480
 NAMES = 47
 
 

@@ -9,14 +9,13 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from cold_timing import interleaved_cold_seconds
 from measuring import peak_bytes, slope
 from peers import COMPILED, PEERS, Peer, Task, Unavailable
-from render import PAGES, figures, render_docs, render_exponentials_docs, render_freeze_docs, verdict
+from render import PAGES, RENDERED, figures, render_docs, verdict
 from rows import ROWS, Measurements
 from setting import Setting
 from suite import Plan, run_suite, standard_plan
@@ -179,15 +178,10 @@ def test_docs_equal_the_rendered_committed_results() -> None:
         assert (ROOT / "docs" / "speed" / f"{name}.svg").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "page", "rendered"),
-    [
-        ("exponentials", "results/speed.md", render_exponentials_docs),
-        ("freeze", "use-it-in-your-model.md", render_freeze_docs),
-    ],
-)
-def test_pages_have_the_committed_numbers(name: str, page: str, rendered: Callable[[str, Any], str]) -> None:
-    page = (ROOT / "docs" / page).read_text()
+@pytest.mark.parametrize("name", RENDERED)
+def test_pages_have_the_committed_numbers(name: str) -> None:
+    place, rendered = RENDERED[name]
+    page = (ROOT / "docs" / place).read_text()
     measured = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
     assert rendered(page, measured) == page
 
