@@ -200,6 +200,8 @@ class Frozen(Float32Module):
         self._fields = [name for name in tensors if name not in ("frozen_at", "plain_table")]
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor)
+        self._known: tuple[dict[str, Tensor], Rotation] | None = None  # the rotation of these buffers
+        self._accepted: tuple[tuple[Tensor, Tensor], list[int | None]] | None = None  # equal positions, their versions
 
     def forward(self, positions: Positions) -> Rotation:
         """Return the rotation; ValueError for other positions, on a GPU or in a graph for another number only."""
@@ -209,9 +211,13 @@ class Frozen(Float32Module):
     def rotation(self) -> Rotation:
         """Return the precomputed rotation, without a check of positions."""
         tensors = {name: getattr(self, name) for name in self._fields}
-        if self.kind is Block:
-            tensors["table"] = self.table.mT
-        rotation = self.kind(**tensors, **self.settings)
+        known = self._known
+        if known is None or any([tensors[name] is not known[0][name] for name in tensors]):  # noqa: C419
+            transposed = {"table": self.table.mT} if self.kind is Block else {}
+            known = tensors, self.kind(**{**tensors, **transposed}, **self.settings)
+            if not torch.compiler.is_compiling():
+                self._known = known
+        rotation = known[1]
         if isinstance(rotation, Commuting):
             of_kernel = rotation.positions, rotation.factors, rotation.base
             fused = not _is_exporting() and takes_kernels("rotate_basis", *of_kernel)
@@ -226,10 +232,20 @@ class Frozen(Float32Module):
         if positions.shape != self.frozen_at.shape:
             frozen, received = tuple(self.frozen_at.shape), tuple(positions.shape)
             raise ValueError(f"positions must be the frozen ones of shape {frozen}, got shape {received}")
-        if torch.compiler.is_compiling() or positions.device.type != "cpu" or self.frozen_at.device.type != "cpu":
+        if torch.compiler.is_compiling() or not (positions.is_cpu and self.frozen_at.is_cpu):
             return
+        pair = positions, self.frozen_at
+        versions = [None if one.is_inference() else one._version for one in pair]
+        if self._accepted is not None and self._accepted[1] == versions and None not in versions:
+            if self._accepted[0][0] is pair[0] and self._accepted[0][1] is pair[1]:
+                return
         if not torch.equal(positions.to(self.frozen_at.dtype), self.frozen_at):
             raise ValueError(f"positions must be the frozen ones, got others of shape {tuple(positions.shape)}")
+        self._accepted = pair, versions
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Exclude what is computed from buffers, of which copies have others."""
+        return {**vars(self), "_known": None, "_accepted": None}
 
 
 def _frozen(encoding: Encoding, positions: Tensor, rotation: Rotation) -> Frozen:
