@@ -15,12 +15,9 @@ from training_path import train_two_steps
 from torchrope_lab.data import augment
 from torchrope_lab.data.augment import EpochSet
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import (
-    SETTINGS,
-    AugmentConfig,
-    data_config,
-)
+from torchrope_lab.data.config import AugmentConfig, data_config
 from torchrope_lab.data.draws import Draws, seeded
+from torchrope_lab.data.sets import DATA_NAMES
 from torchrope_lab.data.tensors import TensorSet, image_sets
 from torchrope_lab.training.classifier import Classifier
 from torchrope_lab.training.config import OptimConfig
@@ -232,7 +229,7 @@ def test_crop_is_equal_for_all_frames_of_a_clip():
         assert len({clip.numpy().tobytes() for clip in shown}) == 8
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", DATA_NAMES)
 def test_settings_of_a_data_set_are_some_of_all_and_survive_pickling(name: str) -> None:
     config = data_config(name, augment={"repeats": 3})
     assert vars(config.augment).items() <= vars(AugmentConfig(repeats=3)).items()

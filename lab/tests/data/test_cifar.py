@@ -1,4 +1,4 @@
-"""Tests of CIFAR-10 and CIFAR-100: all published formats, and rejection of other files."""
+"""Tests of CIFAR-10 and CIFAR-100: folder, archive and download, and rejection of other files."""
 
 import gzip
 import os
@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from miniatures import CIFAR_FOLDERS, cifar, cifar_parts, md5
+from miniatures import CIFAR_FOLDERS as FOLDERS
+from miniatures import cifar, cifar_parts, md5
 from torchvision import datasets as torchvision_datasets
 from training_path import train_two_steps
 
@@ -19,8 +20,6 @@ from torchrope_lab.data.cifar import Cifar10, Cifar100
 from torchrope_lab.data.config import data_config
 
 pytestmark = pytest.mark.usefixtures("published_miniatures")
-
-FOLDERS = {"10": "cifar-10-batches-py", "100": "cifar-100-python"}
 
 
 def load(kind: str, root: Path | None, **options):
@@ -35,10 +34,9 @@ def written(kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["10", "100"])
-@pytest.mark.parametrize("binary", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_python_and_binary_versions_give_equal_images(tmp_path, kind, binary, packed):
-    train, val = load(kind, cifar(tmp_path, kind, binary, packed)).datasets()
+def test_images_and_labels_are_those_of_the_files(tmp_path, kind, packed):
+    train, val = load(kind, cifar(tmp_path, kind, packed)).datasets()
     pixels, labels, val_labels = written(kind)
     assert train.inputs.dtype == torch.uint8
     assert torch.equal(train.inputs, pixels)
@@ -51,10 +49,9 @@ def test_python_and_binary_versions_give_equal_images(tmp_path, kind, binary, pa
 
 
 @pytest.mark.parametrize("kind", ["10", "100"])
-@pytest.mark.parametrize("binary", [False, True])
-def test_root_may_be_the_inner_folder_or_the_archive(tmp_path, kind, binary):
-    inner = cifar(tmp_path / "unpacked", kind, binary) / CIFAR_FOLDERS[kind, binary]
-    archive = next(cifar(tmp_path / "packed", kind, binary, packed=True).iterdir())
+def test_root_may_be_the_inner_folder_or_the_archive(tmp_path, kind):
+    inner = cifar(tmp_path / "unpacked", kind) / FOLDERS[kind]
+    archive = next(cifar(tmp_path / "packed", kind, packed=True).iterdir())
     assert load(kind, inner).counts == load(kind, archive).counts == (40, 20)
     assert [path.name for path in archive.parent.iterdir()] == [archive.name], "nothing is left of what was unpacked"
 
@@ -185,31 +182,14 @@ def test_damaged_and_missing_files_are_named(tmp_path, kind):
     assert set(str(error.value).partition("missing or different ")[2].split(", ")) == {first.name, last.name}
 
 
-@pytest.mark.parametrize("binary", [False, True])
-def test_incomplete_archive_is_not_unpacked(tmp_path, binary):
-    (archive,) = cifar(tmp_path, "100", binary, packed=True).iterdir()
+def test_incomplete_archive_is_not_unpacked(tmp_path):
+    (archive,) = cifar(tmp_path, "100", packed=True).iterdir()
     archive.write_bytes(archive.read_bytes()[:-1])
     with pytest.raises(
         ValueError, match=rf"{archive.name} must be .* with the MD5 sum [0-9a-f]+, got another"
     ) as error:
         load("100", tmp_path).setup()
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"must hold rows of 3073 bytes, got \d+ bytes$"),
-        (lambda path: path.write_bytes(b""), r"must hold rows of 3073 bytes, got 0 bytes$"),
-        (lambda path: path.unlink(), "must be a readable file, got: No such file or directory$"),
-        (lambda path: path.write_bytes(bytes([10]) + path.read_bytes()[1:]), "labels of .* must be below 10, got 10$"),
-    ],
-)
-def test_damaged_binary_file_is_named(tmp_path, damage, message):
-    damage(cifar(tmp_path, "10", binary=True) / "cifar-10-batches-bin" / "data_batch_2.bin")
-    with pytest.raises(ValueError, match=message) as error:
-        load("10", tmp_path).setup()
-    assert "data_batch_2.bin" in str(error.value)
 
 
 # Training

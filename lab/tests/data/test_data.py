@@ -17,17 +17,16 @@ from PIL import EpsImagePlugin, Image
 from torchrope_lab.data import folders, images
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import (
-    DATA_NAMES,
-    NAMES_DENSE,
-    SETTINGS,
     data_config,
     data_sets_with,
     options,
+    settings_of,
 )
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.digits import Digits, split_digits
 from torchrope_lab.data.images import Images, split_parts
 from torchrope_lab.data.motion import FRAMES, VELOCITIES, Motion, make_clips, render_clips
+from torchrope_lab.data.sets import DATA_NAMES, NAMES_DENSE
 from torchrope_lab.data.tensors import balanced_subset
 from torchrope_lab.data.transforms import resize, resize_bytes, shuffle_patches
 from torchrope_lab.training.config import RunConfig, plain, read_config
@@ -148,7 +147,7 @@ def test_data_config_rejects_bad_values(values, message):
 @pytest.mark.parametrize("name", DATA_NAMES)
 def test_data_config_has_only_settings_of_its_data_set(name):
     config = data_config(name)
-    assert type(config) is SETTINGS[name]
+    assert type(config) is settings_of(name)
     assert config.name == name
     assert data_config(**plain(config)) == config
     assert {*plain(config)} | {f"augment.{setting}" for setting in plain(config)["augment"]} == {*options(type(config))}
@@ -159,10 +158,10 @@ def test_data_config_has_only_settings_of_its_data_set(name):
 
 @pytest.mark.parametrize("name", DATA_NAMES)
 def test_data_config_survives_a_round_trip(name):
-    known = options(SETTINGS[name].augmentation())
+    known = options(settings_of(name).augmentation())
     change = next(({key: value} for key, value in {"jitter": 0.5, "flip": True}.items() if key in known), {})
     changed = {"batch_size": 3, "augment": {**change, "repeats": 2}, "size": 96}
-    if "root" in options(SETTINGS[name]):
+    if "root" in options(settings_of(name)):
         changed["root"] = "here"
     run = RunConfig(data=data_config(name, **changed))
     assert read_config(yaml.safe_load(yaml.safe_dump(plain(run)))) == run

@@ -12,7 +12,7 @@ from torchvision.ops import masks_to_boxes
 
 from torchrope_lab.data import dense
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import NAMES_DENSE, AugmentConfig, data_config
+from torchrope_lab.data.config import AugmentConfig, data_config
 from torchrope_lab.data.dense import (
     DenseModule,
     DenseSet,
@@ -21,6 +21,7 @@ from torchrope_lab.data.dense import (
     large_scale_jitter,
     to_boxes,
 )
+from torchrope_lab.data.sets import NAMES_DENSE
 from torchrope_lab.data.tensors import Normalise
 
 IDENTITY = Normalise(torch.tensor(0.0), torch.tensor(1.0))

@@ -25,6 +25,7 @@ class TooManyFaults(Mistake):
 def reason(error: Exception) -> str:
     """Describe an error of a decoder in one line."""
     text = " ".join(str(error).split()) or type(error).__name__
+    text = f"no {text}" if isinstance(error, KeyError) else text
     return "truncated" if "truncated" in text.lower() else text
 
 

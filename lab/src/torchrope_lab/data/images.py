@@ -18,7 +18,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as image_ops
 
 from torchrope_lab.data.cache import index_of, read_files
-from torchrope_lab.data.config import NATIVE, ImagesConfig
+from torchrope_lab.data.config import NATIVE, DataConfig
 from torchrope_lab.data.crops import CropTransform, centre, random_crop
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.faults import name_some, reason, warn_skipped
@@ -111,10 +111,9 @@ class CroppedImages(DataModule):
     in_channels = 3
     crop_scale = CROP_SCALE
 
-    config: ImagesConfig
     root: Path
 
-    def __init__(self, config: ImagesConfig) -> None:
+    def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
         self.input_size = (config.size, config.size)
         self.other_sizes = "cropped" if config.crop_ratio == NATIVE else "read"
@@ -157,7 +156,7 @@ class Images(CroppedImages):
 
     name = "images"
 
-    def __init__(self, config: ImagesConfig) -> None:
+    def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
         self.root = existing_folder(config.root)
         self.folders, self.classes = find_classes(self.root)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchvision import tv_tensors
 
 from torchrope_lab.data.cache import index_of, read_files
-from torchrope_lab.data.config import ADE20kConfig, SegmentsConfig
+from torchrope_lab.data.config import DataConfig
 from torchrope_lab.data.dense import (
     IGNORED,
     DenseModule,
@@ -59,9 +59,7 @@ class MapModule(DenseModule):
     root: Path
     first: int
 
-    config: ADE20kConfig
-
-    def __init__(self, config: ADE20kConfig) -> None:
+    def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
         self.input_size = (config.size, config.size)
 
@@ -99,9 +97,7 @@ class ADE20k(MapModule):
     title = "ADE20k"
     first = 1
 
-    config: ADE20kConfig
-
-    def __init__(self, config: ADE20kConfig) -> None:
+    def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
         root = existing_folder(config.root, "ADE20k", ADE20K_LAYOUT)
         self.root = root / ADE20K if (root / ADE20K).is_dir() else root
@@ -132,9 +128,7 @@ class Segments(MapModule):
     name = "segments"
     first = 0
 
-    config: SegmentsConfig
-
-    def __init__(self, config: SegmentsConfig) -> None:
+    def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
         self.root = existing_folder(config.root, "segments", SEGMENTS_LAYOUT)
         if not (self.root / "images").is_dir() or not (self.root / "masks").is_dir():

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from torchrope_lab.data.config import PointsConfig
+from torchrope_lab.data.config import DataConfig
 from torchrope_lab.data.faults import find_faults, name_some, reason, warn_skipped
 from torchrope_lab.data.folders import files_below, subfolders, warn_unread
 from torchrope_lab.data.images import (
@@ -53,10 +53,12 @@ class Points(TokensModule):
 
     name = "points"
 
-    config: PointsConfig
-
-    def __init__(self, config: PointsConfig) -> None:
+    def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
+        named = [*(config.axes or ()), *(config.features or ()), *filter(None, [config.label, config.example])]
+        if config.axes == [] or len(set(named)) < len(named):
+            rule = "--data.axes must name one column or more, and no column twice with features, label and example"
+            raise Mistake(f"{rule}, got {','.join(named) or 'none'}")
         self.root = existing_folder(config.root, KIND, LAYOUT)
         if config.label is None:
             self.folders, self.classes = find_classes(self.root)

@@ -4,7 +4,6 @@ import logging
 from pathlib import Path
 
 from torchrope_lab.data.cache import cache_folder
-from torchrope_lab.data.config import RSNAConfig
 from torchrope_lab.data.dicom import index_headers, read_head_ct
 from torchrope_lab.data.faults import name_some, warn_skipped
 from torchrope_lab.data.folders import files_below
@@ -38,8 +37,6 @@ class RSNA(Volumes):
     title = "RSNA intracranial haemorrhage"
     classes = ("no haemorrhage", "haemorrhage")
     read_slice = staticmethod(read_head_ct)
-
-    config: RSNAConfig
 
     def find_root(self) -> Path:
         """Return the folder of the slices."""

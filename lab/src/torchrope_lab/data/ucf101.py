@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from torchrope_lab.data.config import UCF101Config
 from torchrope_lab.data.images import Sample, existing_folder, require_each
 from torchrope_lab.data.videos import Videos
 from torchrope_lab.mistakes import Mistake
@@ -26,8 +25,6 @@ class UCF101(Videos):
 
     name = "ucf101"
     title = "UCF101"
-
-    config: UCF101Config
 
     def find_root(self) -> Path:
         """Return the folder of the videos, and read the classes."""

@@ -20,7 +20,7 @@ from torchvision.transforms.v2 import functional as image_ops
 
 from torchrope_lab.data.cache import ExampleCache, index_of, read_files
 from torchrope_lab.data.clips import crop_corners, test_frames, training_frames
-from torchrope_lab.data.config import VideosConfig
+from torchrope_lab.data.config import DataConfig
 from torchrope_lab.data.crops import CropTransform, centre, random_crop
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.faults import name_some, warn_skipped
@@ -137,9 +137,7 @@ class Videos(DataModule):
     in_channels = 3
     other_sizes = "read"
 
-    config: VideosConfig
-
-    def __init__(self, config: VideosConfig) -> None:
+    def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
         self.input_size = (config.frames, config.size, config.size)
         self.views = math.prod(config.test_views)

@@ -20,7 +20,7 @@ from nibabel.openers import ImageOpener
 from torch import Tensor
 
 from torchrope_lab.data.cache import ExampleCache, cache_folder
-from torchrope_lab.data.config import VolumesConfig
+from torchrope_lab.data.config import DataConfig
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.dicom import Header, finite, index_headers, read_slice, sort_slices
 from torchrope_lab.data.faults import Fault, name_some, reason, warn_skipped
@@ -168,9 +168,7 @@ class Volumes(DataModule):
     axes = ("depth", "height", "width")
     read_slice: ReadSlice = staticmethod(read_slice)
 
-    config: VolumesConfig
-
-    def __init__(self, config: VolumesConfig) -> None:
+    def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
         self.input_size = (config.frames, config.size, config.size)
         self.windows = config.windows
