@@ -17,9 +17,9 @@ LINES = {
     "src/torchrope": 21981,
     "src/torchrope/ops": 6708,
     "src/torchrope/integrations src/torchrope/checkpoints": 6105,
-    "lab/src": 24779,
+    "lab/src": 24736,
     "tests": 23826,
-    "lab/tests": 22891,
+    "lab/tests": 22655,
     "benchmarks": 4500,
     "examples": 1000,
 }

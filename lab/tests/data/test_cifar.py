@@ -4,14 +4,13 @@ import gzip
 import os
 import pickle
 import shutil
-import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from miniatures import CIFAR_FOLDERS as FOLDERS
-from miniatures import cifar, cifar_parts, md5
+from miniatures import cifar, cifar_parts
 from torchvision import datasets as torchvision_datasets
 from training_path import train_two_steps
 
@@ -112,38 +111,6 @@ def test_root_without_files_is_rejected(tmp_path):
 
 
 # Files that are not the published ones
-
-
-def short(text: bytes) -> bytes:
-    return b"U" + bytes([len(text)]) + text
-
-
-def python2_pickle(pixels: np.ndarray, labels: list[int]) -> bytes:
-    """A pickle as written by Python 2's cPickle for numpy 1: byte strings, numpy.core, the dtype with its state."""
-    rows, columns = pixels.shape
-    make = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n"
-    kind = b"cnumpy\ndtype\n" + short(b"u1") + b"K\x00K\x01\x87R(K\x03" + short(b"|") + b"NNN"
-    kind += b"J\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
-    shape = b"M" + struct.pack("<H", rows) + b"M" + struct.pack("<H", columns) + b"\x86"
-    content = b"T" + struct.pack("<I", pixels.size) + pixels.tobytes()
-    array = make + b"K\x00\x85" + short(b"b") + b"\x87R(K\x01" + shape + kind + b"\x89" + content + b"tb"
-    numbers = b"](" + b"".join(b"K" + bytes([label]) for label in labels) + b"e"
-    return b"\x80\x02}(" + short(b"data") + array + short(b"fine_labels") + numbers + b"u."
-
-
-def test_python_2_pickles_are_read(tmp_path, monkeypatch):
-    root = cifar(tmp_path, "100")
-    sums = {}
-    for name, (pixels, labels) in cifar_parts("100").items():
-        content = python2_pickle(pixels.reshape(len(pixels), -1), labels)
-        (root / FOLDERS["100"] / name).write_bytes(content)
-        sums[name] = md5(content)
-    for part, name in (("train_list", "train"), ("test_list", "test")):
-        monkeypatch.setattr(Cifar100.source, part, [[name, sums[name]]])
-    train, _ = load("100", root).datasets()
-    pixels, labels, _ = written("100")
-    assert torch.equal(train.inputs, pixels)
-    assert torch.equal(train.labels, labels)
 
 
 class Runs:

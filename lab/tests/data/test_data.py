@@ -708,104 +708,54 @@ def test_warning_names_only_the_first_damaged_files(tmp_path, caplog):
     assert caplog.messages[0].endswith(f"cat/bad4.png ({NO_IMAGE}) and 3 more")
 
 
-def no_root(folder):
-    return None
-
-
-def absent(folder):
-    return folder / "absent"
-
-
-def file_as_root(folder):
-    return draw(folder / "picture.png")
-
-
-def no_classes(folder):
-    return file_as_root(folder).parent
-
-
-def one_class(folder):
-    return draw(folder / "cat" / "0.png").parents[1]
-
-
-def train_without_val(folder):
-    return picture_folder(folder / "train", 2).parent
-
-
-def differing_classes(folder):
-    picture_folder(folder / "train", 2)
-    draw(folder / "val" / "cat" / "0.png")
-    draw(folder / "val" / "cow" / "0.png")
-    return folder
-
-
-def empty_classes(folder):
-    (folder / "cat").mkdir()
-    (folder / "dog").mkdir()
-    return folder
-
-
-def only_damaged(folder):
-    for path in picture_folder(folder, 2).rglob("*.png"):
-        truncate(path)
-    return folder
-
-
-def class_with_one_image(folder):
-    picture_folder(folder, 3)
-    for number in (1, 2):
-        (folder / "dog" / f"{number}.png").unlink()
-    return folder
-
-
-def no_dog_in_val(folder):
-    picture_folder(folder / "train", 2)
-    for path in picture_folder(folder / "val", 1).glob("dog/*"):
-        path.unlink()
-    return folder
-
-
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("names", "root", "message"),
     [
-        (no_root, r"--data.root must be given for images \(root/<class>.*\), got None"),
-        (absent, r"--data.root must be a folder with images \(root/<class>.*\), got '.*', which does not exist"),
-        (file_as_root, r"--data.root must be a folder with images \(.*\), got '.*', a file"),
-        (lambda folder: folder, r"--data.root must hold one sub-folder per class \(.*\), found 0 in '.*'"),
-        (no_classes, r"--data.root must hold one sub-folder per class \(.*\), found 0 in '.*'"),
-        (one_class, r"--data.root must hold at least two classes \(.*\), got only 'cat' in '.*'"),
-        (train_without_val, "--data.root must hold train and val with one sub-folder per class in each, got train"),
+        ([], None, r"--data.root must be given for images \(root/<class>.*\), got None"),
+        ([], "absent", r"--data.root must be a folder with images \(.*\), got '.*', which does not exist"),
+        (["a.png"], "a.png", r"--data.root must be a folder with images \(root/<class>.*\), got '.*', a file"),
+        ([], "", r"--data.root must hold one sub-folder per class, two or more \(.*\), got none in '.*'"),
+        (["a.png"], "", r"--data.root must hold one sub-folder per class, two or more \(.*\), got none in '.*'"),
+        (["cat/0.png"], "", r"--data.root must hold one sub-folder per class, two or more \(.*\), got cat in '.*'"),
         (
-            differing_classes,
+            ["train/cat/0.png", "train/dog/0.png"],
+            "",
+            "--data.root must hold train and val with one sub-folder per class in each, got train",
+        ),
+        (
+            ["train/cat/0.png", "train/dog/0.png", "val/cat/0.png", "val/cow/0.png"],
+            "",
             "train and val must have the same classes, got 'dog' in train only, 'cow' in val only",
         ),
-        (empty_classes, r"--data.root must hold readable images \(.jpg .*\), found 0 in '.*'"),
-        (only_damaged, r"--data.root must hold readable images .*, found 0 in '.*': cat/0.png \(truncated\), .*"),
+        (["cat/", "dog/"], "", r"--data.root must hold readable images \(.jpg .*\), found 0 in '.*'"),
         (
-            class_with_one_image,
+            ["cat/cut.png", "dog/cut.png"],
+            "",
+            r"--data.root must hold readable images .*, found 0 in '.*': cat/cut.png \(truncated\), .*",
+        ),
+        (
+            ["cat/0.png", "cat/1.png", "dog/0.png"],
+            "",
             "readable images of each class must number at least 2, one to train on .*, got 1 for 'dog'",
         ),
-        (no_dog_in_val, "readable images of each class must number at least 1 in val, got 0 for 'dog'"),
+        (
+            ["train/cat/0.png", "train/dog/0.png", "val/cat/0.png", "val/dog/"],
+            "",
+            "readable images of each class must number at least 1 in val, got 0 for 'dog'",
+        ),
     ],
 )
-def test_images_rejects_other_layouts(tmp_path, make, message):
+def test_images_rejects_other_layouts(tmp_path, names, root, message):
+    for name in names:
+        (tmp_path / name).mkdir(parents=True) if name.endswith("/") else draw(tmp_path / name)
+        if "cut" in name:
+            truncate(tmp_path / name)
     with pytest.raises(ValueError, match=f"^{message}$") as error:
-        load_images(make(tmp_path))
+        load_images(None if root is None else tmp_path / root)
     assert one_line(error)
 
 
-def test_unreadable_root_is_rejected(tmp_path, monkeypatch):
-    def refuse(folder):
-        raise PermissionError(13, "Permission denied", str(folder))
-
-    monkeypatch.setattr(Path, "iterdir", refuse)
-    with pytest.raises(
-        ValueError, match=r"^every folder below --data.root must be readable, got '.*': Permission denied$"
-    ):
-        load_images(tmp_path)
-
-
-def test_unreadable_class_folder_is_rejected(tmp_path, monkeypatch):
+def test_class_folder_that_cannot_be_listed_is_not_empty(tmp_path, monkeypatch):
     scan = folders.os.scandir
 
     def refuse_dogs(folder):
@@ -815,9 +765,7 @@ def test_unreadable_class_folder_is_rejected(tmp_path, monkeypatch):
 
     root = picture_folder(tmp_path, 3)
     monkeypatch.setattr(folders.os, "scandir", refuse_dogs)
-    with pytest.raises(
-        ValueError, match=r"^every folder below --data.root must be readable, got '.*dog': Permission denied$"
-    ):
+    with pytest.raises(PermissionError, match=r"Permission denied: '.*dog'$"):
         load_images(root)
 
 
@@ -869,19 +817,6 @@ def test_shuffle_patches_repeats_with_its_generator():
     assert not torch.equal(first, other)
 
 
-@pytest.mark.parametrize(
-    ("patch", "message"),
-    [
-        (3, r"sizes must be divisible by patch_size = \(3, 3\), got \(8, 6\)"),
-        ((2, 2, 2), r"patch_size must be one positive integer or one for each of 2 axes, got \(2, 2, 2\)"),
-        (0, "patch_size must be one positive integer or one for each of 2 axes, got 0"),
-    ],
-)
-def test_shuffle_patches_rejects_sizes_not_divisible(patch, message):
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        shuffle_patches(torch.zeros(1, 1, 8, 6), patch, torch.Generator())
-
-
 @pytest.mark.parametrize("axes", [1, 2, 3])
 def test_resize_keeps_a_linear_ramp_inside(axes):
     """Pixel i of n sits at (i + 1/2) / n; a function linear in that stays so away from the edges."""
@@ -928,16 +863,3 @@ def test_slices_along_one_axis_are_permuted_per_sample(axis, extent):
 def test_resize_antialiases_two_axes():
     stripes = (torch.arange(32) % 4 == 0).float().expand(1, 1, 32, 32)
     assert (resize(stripes, (32, 8))[..., 1:-1] - 0.25).abs().max() < 0.1
-
-
-@pytest.mark.parametrize(
-    ("shape", "size", "message"),
-    [
-        ((1, 1), 4, "inputs must have 1 to 3 axes after batch and channels, got 0"),
-        ((1, 1, 2, 2, 2, 2), 4, "inputs must have 1 to 3 axes after batch and channels, got 4"),
-        ((1, 1, 2, 2), (4, 4, 4), r"size must be one positive integer or one for each of 2 axes, got \(4, 4, 4\)"),
-    ],
-)
-def test_resize_rejects_bad_sizes(shape, size, message):
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        resize(torch.zeros(shape), size)

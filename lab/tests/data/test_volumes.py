@@ -793,26 +793,6 @@ def test_slices_of_two_sizes_are_no_volume(tmp_path):
     assert "slices of a series must have the same shape and orientation" in data.skipped[0][1]
 
 
-def nan_voxels(path: Path) -> None:
-    nibabel.save(nibabel.Nifti1Image(np.full((4, 4, 4), np.nan, np.float32), np.eye(4)), path)
-
-
-def complex_voxels(path: Path) -> None:
-    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 4), np.complex64), np.eye(4)), path)
-
-
-def two_axes(path: Path) -> None:
-    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4), np.float32), np.eye(4)), path)
-
-
-def four_axes(path: Path) -> None:
-    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 4, 3), np.float32), np.eye(4)), path)
-
-
-def no_voxels(path: Path) -> None:
-    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 0), np.float32), np.eye(4)), path)
-
-
 def no_size(path: Path) -> None:
     image = nibabel.Nifti1Image(np.zeros((4, 4, 4), np.float32), np.eye(4))
     header = image.header
@@ -821,20 +801,25 @@ def no_size(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "why"),
+    ("voxels", "why"),
     [
-        (nan_voxels, "voxels must be finite, got 64 that are not"),
-        (complex_voxels, "voxels must be real numbers, got complex64"),
-        (two_axes, r"a volume must have three axes, got the shape \(4, 4\)"),
-        (four_axes, r"a volume must have three axes, got the shape \(4, 4, 4, 3\)"),
-        (no_voxels, r"a volume must have voxels, got the shape \(4, 4, 0\)"),
-        (no_size, "voxels must have a size in mm, got 1, 0, 1"),
+        (np.full((4, 4, 4), np.nan, np.float32), "voxels must be finite, got 64 that are not"),
+        (np.zeros((4, 4, 4), np.complex64), "voxels must be real numbers, got complex64"),
+        (np.zeros((4, 4), np.float32), r"a volume must have three axes, got the shape \(4, 4\)"),
+        (np.zeros((4, 4, 4, 3), np.float32), r"a volume must have three axes, got the shape \(4, 4, 4, 3\)"),
+        (np.zeros((4, 4, 0), np.float32), r"a volume must have voxels, got the shape \(4, 4, 0\)"),
+        (None, "voxels must have a size in mm, got 1, 0, 1"),
     ],
+    ids=["NaN", "complex", "two axes", "four axes", "empty", "no size"],
 )
-def test_nifti_file_of_another_kind_is_named_and_left_out(tmp_path, spoil, why):
-    root = nifti_folder(tmp_path)
-    spoil(root / "scans" / "3.nii.gz")
-    data = load("volumes", root)
+def test_nifti_file_of_another_kind_is_named_and_left_out(tmp_path, voxels, why):
+    path = nifti_folder(tmp_path) / "scans" / "3.nii.gz"
+    no_size(path) if voxels is None else nibabel.save(nibabel.Nifti1Image(voxels, np.eye(4)), path)
+    assert_left_out(load("volumes", tmp_path), why)
+
+
+def assert_left_out(data, why: str) -> None:
+    """All other volumes are read, and scans/3 is named with the reason."""
     train, val = data.datasets()
     assert all(inputs.isfinite().all() for part in (train, val) for inputs, _ in (part[i] for i in range(len(part))))
     (named,) = {*data.skipped, *train.reading.found(), *val.reading.found()}
@@ -972,12 +957,7 @@ def test_nifti_header_that_cannot_be_is_named_with_its_file(tmp_path, extension,
     content = content.replace(b"ni1\0", b"n+1\0")
     path = root / "scans" / f"3{extension}"
     path.write_bytes(gzip.compress(content) if extension.endswith("gz") else content)
-    data = load("volumes", root)
-    train, val = data.datasets()
-    assert all(inputs.isfinite().all() for part in (train, val) for inputs, _ in (part[i] for i in range(len(part))))
-    (named,) = {*data.skipped, *train.reading.found(), *val.reading.found()}
-    assert named[0].startswith("scans/3")
-    assert re.fullmatch(why, named[1])
+    assert_left_out(load("volumes", root), why)
 
 
 @pytest.mark.parametrize("slope", [0, math.nan])
@@ -992,45 +972,8 @@ def test_nifti_file_without_a_scale_has_its_own_values(tmp_path, slope):
 # Folders and tables that are not as they must be
 
 
-def without_table(root):
-    next(root.glob("*.csv")).unlink()
-
-
-def other_columns(root):
-    next(root.glob("*.csv")).write_text("name,kind\na,b\n")
-
-
-def empty_table(root):
-    table = next(root.glob("*.csv"))
-    table.write_text(table.read_text().partition("\n")[0] + "\n")
-
-
-def one_class(root):
-    (root / "labels.csv").write_text("study,label\nscans/0,well\nscans/2,well\n")
-
-
-def other_part(root):
-    (root / "labels.csv").write_text("study,label,part\nscans/0,well,test\n")
-
-
-def no_content(root):
-    next(root.glob("*.csv")).write_text("")
-
-
-def without_a_label(root):
-    (root / "labels.csv").write_text("study,label\nscans/0,well\nscans/1\nscans/2,ill\n")
-
-
-def too_long_a_row(root):
-    (root / "labels.csv").write_text("study,label\nscans/0,well,train\nscans/1,ill\n")
-
-
-def ambiguous_columns(root):
-    (root / "labels.csv").write_text("File,id,label\nscans/0,0,well\nscans/1,1,ill\n")
-
-
-def one_of_a_class(root):
-    without_table(root)
+def one_of_a_class(root: Path) -> None:
+    (root / "labels.csv").unlink()
     for number in range(3):
         folder = root / ("ill" if number else "well")
         folder.mkdir(exist_ok=True)
@@ -1039,13 +982,45 @@ def one_of_a_class(root):
     (root / "scans").rmdir()
 
 
-def other_files(root):
-    (root / "labels.csv").write_text("study,label\na,well\nb,ill\n")
+TABLES = {
+    "study,label\nscans/0,well\nscans/1\nscans/2,ill\n": (
+        "each row must have a study and a label, got 'scans/1' and '' in .*labels.csv"
+    ),
+    "study,label\nscans/0,well,train\nscans/1,ill\n": r"rows must have 2 columns at most, got .*\['train'\]\] in .*csv",
+    "File,id,label\nscans/0,0,well\nscans/1,1,ill\n": (
+        "labels must have one column for the study, named 'study', got 'File' and 'id' in .*labels.csv"
+    ),
+    "scan,kind\na,b\n": "labels must have a column study, file, path, id or name, got .*labels.csv with scan, kind",
+    "study,label\nscans/0,well\nscans/2,well\n": "labels must be of at least two classes, got only 'well'",
+    "study,label,part\nscans/0,well,test\n": "part must be train or val, got 'test' for 'scans/0' in .*labels.csv",
+    "study,label\na,well\nb,ill\n": (
+        r"--data.root must hold volumes .*, got none of the labelled ones in '.*': a \(not there\), .*"
+    ),
+}
 
 
-def no_slices(root):
-    for path in root.rglob("*.dcm"):
-        path.unlink()
+@pytest.mark.parametrize("table", TABLES)
+def test_table_of_labels_is_refused_with_what_it_must_hold(tmp_path, table):
+    root = nifti_folder(tmp_path, 4)
+    (root / "labels.csv").write_text(table)
+    with pytest.raises(ValueError, match=f"^{TABLES[table]}$"):
+        load("volumes", root)
+
+
+RSNA_TABLES = {
+    None: r"--data.labels must be a readable table of the RSNA .*kaggle.*, got .*: No such file or .*",
+    "name,kind\na,b\n": "labels must have the columns ID, Label, got .*stage_2_train.csv with name, kind",
+    "ID,Label\n": "labels must have a row for each study, got a header only in .*stage_2_train.csv",
+    "": "labels must have the columns ID, Label, got .*stage_2_train.csv with none",
+}
+
+
+@pytest.mark.parametrize("table", RSNA_TABLES)
+def test_table_of_rsna_is_refused_with_what_it_must_hold(tmp_path, table):
+    path = rsna_folder(tmp_path, 4) / "stage_2_train.csv"
+    path.unlink() if table is None else path.write_text(table)
+    with pytest.raises(ValueError, match=f"^{RSNA_TABLES[table]}$"):
+        load("rsna", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -1053,45 +1028,18 @@ def no_slices(root):
     [
         (
             "rsna",
-            without_table,
-            r"--data.labels must be a readable table of the RSNA .*kaggle.*, got .*: No such file or .*",
-        ),
-        ("rsna", other_columns, "labels must have the columns ID, Label, got .*stage_2_train.csv with name, kind"),
-        ("rsna", empty_table, "labels must have a row for each study, got a header only in .*stage_2_train.csv"),
-        ("rsna", no_content, "labels must have the columns ID, Label, got .*stage_2_train.csv with none"),
-        ("volumes", without_a_label, "each row must have a study and a label, got 'scans/1' and '' in .*labels.csv"),
-        ("volumes", too_long_a_row, r"rows must have 2 columns at most, got .*\['train'\]\] in .*labels.csv"),
-        (
-            "rsna",
-            no_slices,
+            lambda root: [path.unlink() for path in root.rglob("*.dcm")],
             r"--data.root must hold the RSNA .*stage_2_train/\*.dcm.*, found 0 labelled slices in '.*'",
         ),
         (
             "volumes",
-            without_table,
-            r"--data.root must hold volumes \(DICOM .*\); there is no labels.csv, and: --data.root must hold at .*",
-        ),
-        (
-            "volumes",
-            ambiguous_columns,
-            "labels must have one column for the study, named 'study', got 'File' and 'id' in .*labels.csv",
-        ),
-        (
-            "volumes",
-            lambda root: (root / "labels.csv").write_text("scan,kind\na,b\n"),
-            "labels must have a column study, file, path, id or name, got .*labels.csv with scan, kind",
+            lambda root: (root / "labels.csv").unlink(),
+            r"--data.root must hold volumes \(DICOM .*\); there is no labels.csv, and: --data.root must hold one .*",
         ),
         (
             "volumes",
             one_of_a_class,
             "readable volumes of each class must number at least 2 if there is no labels.csv, got 1 for 'well'",
-        ),
-        ("volumes", one_class, "labels must be of at least two classes, got only 'well'"),
-        ("volumes", other_part, "part must be train or val, got 'test' for 'scans/0' in .*labels.csv"),
-        (
-            "volumes",
-            other_files,
-            r"--data.root must hold volumes .*, got none of the labelled ones in '.*': a \(not there\), .*",
         ),
     ],
 )

@@ -84,12 +84,9 @@ class HubImages(CroppedImages):
         label = find_column(features, config.label, ClassLabel, "label", self.name)
         values = {part: list(splits[name][label]) for part, name in names.items()}
         for part, name in names.items():
-            if None in values[part]:
-                rule = f"column {label} of {name} of {self.name} must have a class in each row"
-                raise Mistake(f"{rule}, got none in row {values[part].index(None)}")
-            if nested := [type(value).__name__ for value in values[part] if isinstance(value, list | dict)]:
+            if strange := [value for value in values[part] if not isinstance(value, int | float | str)]:
                 rule = f"column {label} of {name} of {self.name} must have one class in each row"
-                raise Mistake(f"{rule}, got {nested[0]}: multi-label classification is not supported")
+                raise Mistake(f"{rule}, got {strange[0]!r}")
         if isinstance(features[label], ClassLabel):
             self.classes = tuple(features[label].names)
             index = {number: number for number in range(len(self.classes))}

@@ -219,22 +219,21 @@ def find_classes(root: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
     """Return the folders of the class folders, `{"train": ..., "val": ...}` or `{"": root}`, and the class names."""
     names = subfolders(root)
     check_parts(root, names)
-    if not names:
-        raise Mistake(f"--data.root must hold one sub-folder per class ({LAYOUT}), found 0 in {str(root)!r}")
     # A class may be called train: only a folder with sub-folders is a part.
     parts = {part: root / part for part in PARTS if part in names and subfolders(root / part)}
-    if not parts:
-        return {"": root}, at_least_two(names, root)
     if len(parts) == 1:
         raise Mistake(
             f"--data.root must hold train and val with one sub-folder per class in each, got {', '.join(names)}"
         )
-    train, val = (subfolders(folder) for folder in parts.values())
-    if train != val:
-        differences = [f"{name!r} in train only" for name in train if name not in val]
-        differences += [f"{name!r} in val only" for name in val if name not in train]
+    classes, *of_val = [subfolders(folder) for folder in parts.values()] or [names]
+    if of_val and classes != of_val[0]:
+        differences = [f"{name!r} in train only" for name in classes if name not in of_val[0]]
+        differences += [f"{name!r} in val only" for name in of_val[0] if name not in classes]
         raise Mistake(f"train and val must have the same classes, got {', '.join(differences)}")
-    return parts, at_least_two(train, root)
+    if len(classes) < 2:
+        rule = f"--data.root must hold one sub-folder per class, two or more ({LAYOUT})"
+        raise Mistake(f"{rule}, got {', '.join(classes) or 'none'} in {str(root)!r}")
+    return parts or {"": root}, tuple(classes)
 
 
 def check_parts(root: Path, names: Sequence[str], *, with_folders: bool = True) -> None:
@@ -243,13 +242,6 @@ def check_parts(root: Path, names: Sequence[str], *, with_folders: bool = True) 
         return
     if not with_folders or all(subfolders(root / name) for name in names):
         raise Mistake(f"parts must be called train and val, got {', '.join(names)} in {str(root)!r}")
-
-
-def at_least_two(names: list[str], root: Path) -> tuple[str, ...]:
-    """Return the class names; raises ValueError if there are fewer than two."""
-    if len(names) < 2:
-        raise Mistake(f"--data.root must hold at least two classes ({LAYOUT}), got only {names[0]!r} in {str(root)!r}")
-    return tuple(names)
 
 
 def list_samples(
