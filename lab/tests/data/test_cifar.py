@@ -12,7 +12,6 @@ import torch
 from miniatures import CIFAR_FOLDERS as FOLDERS
 from miniatures import cifar, cifar_parts
 from torchvision import datasets as torchvision_datasets
-from training_path import train_two_steps
 
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.cifar import Cifar10, Cifar100
@@ -157,16 +156,3 @@ def test_incomplete_archive_is_not_unpacked(tmp_path):
     ) as error:
         load("100", tmp_path).setup()
     assert "\n" not in str(error.value)
-
-
-# Training
-
-
-@pytest.mark.parametrize("kind", ["10", "100"])
-def test_cifar_trains_two_steps(tmp_path, kind):
-    root = str(cifar(tmp_path / "data", kind))
-    config = data_config(f"cifar{kind}", root=root, batch_size=16, train_size=32, val_size=16, augment={"flip": True})
-    _, classifier, rows = train_two_steps(config, tmp_path / "run")
-    assert classifier.trainer.global_step == 2
-    assert rows[0]["train_loss"] > 0
-    assert all(parameter.isfinite().all() for parameter in classifier.parameters())

@@ -1,10 +1,12 @@
 """Tests of the data sets: properties of each set, order of batches, and errors for bad input."""
 
 import logging
+import math
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from PIL import EpsImagePlugin, Image
 from torchrope_lab.data import folders, images
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import (
+    AugmentConfig,
     data_config,
     data_sets_with,
     options,
@@ -102,46 +105,82 @@ def whole(dataset) -> tuple[torch.Tensor, torch.Tensor]:
 # Configuration
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            {"name": "birds"},
-            f"--data must be one of {', '.join(DATA_NAMES)}, hf:NAME, webdataset:FOLDER, mypackage.module:source "
-            "or FILE.py:source, "
-            r"got 'birds'; did you mean 'videos'\?",
-        ),
-        (
-            {"root": "here"},
-            f"--data.root is for {', '.join(data_sets_with('root'))}, got --data digits",
-        ),
-        ({"batch_size": 0}, "--data.batch_size must be 1 or more, got 0"),
-        ({"size": -3}, "--data.size must be 1 or more, got -3"),
-        ({"workers": -1}, "--data.workers must be 0 or more, got -1"),
-        ({"split_seed": -1}, "--data.split_seed must be 0 or more, got -1"),
-        ({"frames": 8}, "--data.frames is for videos, ucf101, volumes, rsna, got --data digits"),
-        ({"split": 2, "name": "videos"}, "--data.split is for ucf101, got --data videos"),
-        ({"split": 4, "name": "ucf101"}, "--data.split must be between 1 and 3, got 4"),
-        ({"frames": 0, "name": "rsna"}, "--data.frames must be 1 or more, got 0"),
-        (
-            {"test_views": [5], "name": "ucf101"},
-            r"--data.test_views must be 2 values, got \[5\]",
-        ),
-        (
-            {"windows": [[40, 0]], "name": "rsna"},
-            r"--data.windows\[0\] must be \[centre, width above 0\], got \[40.0, 0.0\]",
-        ),
-        ({"batch_sise": 8}, r"there is no option --data.batch_sise of digits; did you mean '--data.batch_size'\?"),
-        (
-            {"augment": {"scale_jitter": [0.5, 2]}},
-            "--data.augment.scale_jitter is for coco, ade20k, segments, got --data digits",
-        ),
-        ({"windows": [], "name": "rsna"}, r"--data.windows must be one value or more, got \[\]"),
-    ],
-)
-def test_data_config_rejects_bad_values(values, message):
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        data_config(**values)
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("digits", {"root": "here"}, f"root is for {', '.join(data_sets_with('root'))}, got --data digits"),
+    ("digits", {"batch_size": 0}, "batch_size must be 1 or more, got 0"),
+    ("digits", {"size": -3}, "size must be 1 or more, got -3"),
+    ("digits", {"workers": -1}, "workers must be 0 or more, got -1"),
+    ("digits", {"split_seed": -1}, "split_seed must be 0 or more, got -1"),
+    ("digits", {"frames": 8}, "frames is for videos, ucf101, volumes, rsna, got --data digits"),
+    ("videos", {"split": 2}, "split is for ucf101, got --data videos"),
+    ("ucf101", {"split": 4}, "split must be between 1 and 3, got 4"),
+    ("rsna", {"frames": 0}, "frames must be 1 or more, got 0"),
+    ("ucf101", {"test_views": [5]}, r"test_views must be 2 values, got \[5\]"),
+    ("rsna", {"windows": []}, r"windows must be one value or more, got \[\]"),
+    ("rsna", {"windows": [[40, 0]]}, r"windows\[0\] must be \[centre, width above 0\], got \[40.0, 0.0\]"),
+    ("motion", {"size": 16}, "size must be a multiple of 4 and at least 20, got 16"),
+    ("motion", {"size": 22}, "size must be a multiple of 4 and at least 20, got 22"),
+    ("images", {"crop_ratio": 1.2}, "crop_ratio must be above 0 and at most 1 or native, got 1.2"),
+    ("videos", {"crop_ratio": "native"}, "crop_ratio must be a number, got 'native'"),
+    ("digits", {"crop_ratio": 1.0}, "crop_ratio is for images, .*, ucf101, got --data digits"),
+    ("images", {"normalise": "vgg"}, "normalise must be one of measured, imagenet, half, liere, got 'vgg'"),
+    ("digits", {"folds": 1}, "folds must be 2 or more, got 1"),
+    ("digits", {"folds": 3, "fold": 3}, "fold must be below --data.folds, got 3 with 3"),
+    ("digits", {"fold": 1}, "fold must be below --data.folds, got 1 with None"),
+    ("digits", {"folds": 3, "tuning": True}, "folds and tuning must not both be set, got 3 and true"),
+]
+REFUSED_AUGMENT: list[tuple[str, dict[str, Any], str]] = [
+    ("digits", {"scale_jitter": [0.5, 2]}, "scale_jitter is for coco, ade20k, segments, got --data digits"),
+    ("motion", {"erasing": 0.1}, "erasing is for images, .*, rsna, got --data motion"),
+    ("coco", {"mixup": 0.8}, "mixup is for digits, .*, rsna, got --data coco"),
+    ("ade20k", {"multi_scale": True}, "multi_scale is for coco, got --data ade20k"),
+    ("images", {"randaugment": (2, 31)}, r"randaugment must be operations,magnitude up to 30 or text, got \(2, 31\)"),
+    ("images", {"randaugment": (2,)}, "randaugment must be 2 values or text, got .*"),
+    ("volumes", {"randaugment": "liere"}, "randaugment must be a list, got 'liere'"),
+    ("images", {"crop_scale": (0.5, 0.2)}, "crop_scale must be low,high with 0 < low <= high <= 1, got .*"),
+    ("images", {"resize_crop": 0.9}, "resize_crop must be 1 or more, got 0.9"),
+    ("images", {"erasing": 1.5}, "erasing must be between 0 and 1, got 1.5"),
+    ("images", {"mixup": -1.0}, "mixup must be 0 or more, got -1.0"),
+    ("coco", {"scale_jitter": (2.0, 0.1)}, r"scale_jitter must be low,high with 0 < low <= high, got \(2.0, 0.1\)"),
+    ("coco", {"scale_jitter": (0.1, math.inf)}, r"scale_jitter\[1\] must be within ±1e\+300, got inf"),
+    (
+        "images",
+        {"resize_crop": 1.1, "crop_scale": [0.5, 1]},
+        r"resize_crop and crop_scale must not both be set, got 1.1 with \(0.5, 1.0\)",
+    ),
+    (
+        "coco",
+        {"multi_scale": True, "scale_jitter": (0.5, 2.0)},
+        r"multi_scale and scale_jitter must not both be set, got true with \(0.5, 2.0\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "values", "message"), REFUSED)
+def test_data_config_rejects_bad_values(name, values, message):
+    with pytest.raises(ValueError, match=f"^--data.{message}$"):
+        data_config(name, **values)
+
+
+@pytest.mark.parametrize(("name", "augment", "message"), REFUSED_AUGMENT)
+def test_data_config_rejects_bad_augmentation(name, augment, message):
+    with pytest.raises(ValueError, match=f"^--data.augment.{message}$"):
+        data_config(name, augment=augment)
+
+
+def test_settings_of_all_data_sets_are_those_of_one():
+    assert data_config("digits", augment=AugmentConfig(mixup=0.8)).augment.mixup == 0.8
+    with pytest.raises(ValueError, match=r"^--data\.augment\.crop_padding is for images, .* got --data digits$"):
+        data_config("digits", augment=AugmentConfig(crop_padding=2))
+
+
+def test_unknown_names_are_told_with_what_is_near():
+    names = f"{', '.join(DATA_NAMES)}, hf:NAME, webdataset:FOLDER, mypackage.module:source or FILE.py:source"
+    with pytest.raises(ValueError, match=rf"^--data must be one of {names}, got 'birds'; did you mean 'videos'\?$"):
+        data_config("birds")
+    rule = r"^there is no option --data\.batch_sise of digits; did you mean '--data\.batch_size'\?$"
+    with pytest.raises(ValueError, match=rule):
+        data_config(batch_sise=8)
 
 
 @pytest.mark.parametrize("name", DATA_NAMES)
@@ -429,12 +468,6 @@ def test_motion_frame_contains_the_whole_digit():
     expected = digits[0].flatten().sort().values
     for frame in clips.flatten(0, 2):
         assert torch.equal(frame.flatten().sort().values[-64:], expected)
-
-
-@pytest.mark.parametrize("size", [16, 22])
-def test_motion_rejects_sizes_not_multiple_of_4_or_below_20(size):
-    with pytest.raises(ValueError, match=f"^--data.size must be a multiple of 4 and at least 20, got {size}$"):
-        Motion(data_config("motion", size=size))
 
 
 def test_motion_requires_a_clip_per_class():

@@ -224,9 +224,8 @@ def read_ade20k_classes(path: Path) -> tuple[str, ...]:
     names = [(row.get("Name") or "").strip() for row in rows]
     indices = [(row.get("Idx") or "").strip() for row in rows]
     if not all(names) or indices != [str(number) for number in range(1, len(rows) + 1)] or not 2 <= len(rows) <= 254:
-        columns = f"{', '.join(map(str, rows[0]))}, Idx {', '.join(indices):.40}" if rows else "no rows"
         rule = f"{path.name} must have the tab-separated columns Idx (1, 2, ...) and Name, 2 to 254 rows"
-        raise Mistake(f"{rule}, got {columns} in {path}")
+        raise Mistake(f"{rule}, got Idx {', '.join(indices) or 'none':.40} in {path}")
     first = [name.split(",")[0].strip() for name in names]
     counts = Counter(first)
     return tuple(short if counts[short] == 1 else name for short, name in zip(first, names, strict=True))
@@ -236,9 +235,8 @@ def read_names(path: Path) -> tuple[str, ...]:
     """Read class names, one per line."""
     names = [name.strip() for name in path.read_text(encoding="utf-8-sig").rstrip().split("\n")]
     if not 2 <= len(names) <= IGNORED or len(set(names)) < len(names) or "" in names:
-        faults = ", some twice or empty" if len(set(names)) < len(names) or "" in names else ""
         rule = f"{path.name} must name 2 to {IGNORED} different classes, one per line"
-        raise Mistake(f"{rule}, got {len(names)}{faults}")
+        raise Mistake(f"{rule}, got {', '.join(map(repr, names)):.60}")
     return tuple(names)
 
 

@@ -168,12 +168,10 @@ class Points(TokensModule):
     def _groups(self, path: str, table: Columns) -> dict[str, np.ndarray]:
         """Return the rows of every example by name: all of them, or those with one value in the column `example`."""
         config = self.config
-        wanted = (*self.axes, *self.features, *filter(None, [config.example]))
+        wanted = (*self.axes, *self.features, *filter(None, [config.label, config.example]))
         missing = [name for name in wanted if name not in table]
         if missing:
             raise Mistake(f"columns must include {', '.join(wanted)}; missing: {', '.join(missing)}")
-        if config.label is not None and config.label not in table:
-            raise Mistake(f"columns must include {config.label}, the class, got {', '.join(table)}")
         count = len(table[self.axes[0]])
         if not count:
             raise Mistake("a table must have 1 row or more, got 0")

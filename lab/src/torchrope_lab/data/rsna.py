@@ -3,7 +3,6 @@
 import logging
 from pathlib import Path
 
-from torchrope_lab.data.cache import cache_folder
 from torchrope_lab.data.dicom import index_headers, read_head_ct
 from torchrope_lab.data.faults import name_some, warn_skipped
 from torchrope_lab.data.folders import files_below
@@ -48,7 +47,7 @@ class RSNA(Volumes):
         """Index the headers, keep the labelled slices, group them into studies."""
         bleeding = read_haemorrhages(self.table)
         paths = files_below(self.root, self.root, (".dcm",))
-        headers, faults = index_headers(self.root, paths, folder=cache_folder())
+        headers, faults = index_headers(self.root, paths)
         # Slices without a label, such as those of the challenge's test set, are excluded.
         labelled = {path: header for path, header in headers.items() if header.instance in bleeding}
         if 0 < len(labelled) < len(headers):

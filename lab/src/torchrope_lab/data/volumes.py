@@ -5,7 +5,7 @@ import logging
 import math
 import re
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,7 @@ import torch
 from nibabel.openers import ImageOpener
 from torch import Tensor
 
-from torchrope_lab.data.cache import ExampleCache, cache_folder
+from torchrope_lab.data.cache import ExampleCache
 from torchrope_lab.data.config import DataConfig
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.dicom import Header, finite, index_headers, read_slice, sort_slices
@@ -216,9 +216,10 @@ class Volumes(DataModule):
         for study, label, part, patient in rows:
             volume = volumes.get(study, volumes.get(_without_extension(study)))
             if volume is not None:
-                if (other := row_of.setdefault(volume.name, study)) != study:
+                if volume.name in row_of:
                     rule = "each volume must have one label"
-                    raise Mistake(f"{rule}, got rows {other} and {study} in {self.table} for one volume")
+                    raise Mistake(f"{rule}, got rows {row_of[volume.name]} and {study} in {self.table} for one volume")
+                row_of[volume.name] = study
                 volume = replace(volume, patient=patient or volume.patient)
                 labelled.append((volume, self.classes.index(label), part))
             elif _without_extension(study) not in damaged:
@@ -338,7 +339,7 @@ def find_volumes(
                 raise Mistake(f"files of one folder must have different names, got another {other.paths[0]}")
         except Exception as error:  # nibabel raises many kinds
             faults.append((path, reason(error)))
-    headers, unreadable = index_headers(root, list(filter(_is_slice, files)), folder=cache_folder())
+    headers, unreadable = index_headers(root, list(filter(_is_slice, files)))
     series, disordered = series_volumes(headers, by_folder=by_folder)
     contents: dict[str, set[Any]] = defaultdict(set)  # studies, or series, of every folder
     for volume in series:
@@ -391,10 +392,8 @@ def series_volumes(headers: Mapping[str, Header], *, by_folder: bool = False) ->
 def nifti_volume(root: Path, path: str) -> Volume:
     """Read the header of a NIfTI file."""
     image = _load_nifti(root / path)
-    if len(image.shape) != 3:
-        raise Mistake(f"a volume must have three axes, got the shape {image.shape}")
-    if 0 in image.shape:
-        raise Mistake(f"a volume must have voxels, got the shape {image.shape}")
+    if len(image.shape) != 3 or 0 in image.shape:
+        raise Mistake(f"a volume must have voxels along three axes, got the shape {image.shape}")
     if image.get_data_dtype().kind not in "fiu":
         raise Mistake(f"voxels must be real numbers, got {image.get_data_dtype()}")
     sizes = nibabel.affines.voxel_sizes(image.affine)
@@ -422,9 +421,6 @@ def read_labels(path: Path) -> list[tuple[str, str, str, str]]:
             raise Mistake(f"each row must have a study and a label, got {study!r} and {label!r} in {path}")
         if part not in ("", "train", "val"):
             raise Mistake(f"part must be train or val, got {part!r} for {study!r} in {path}")
-    twice = [study for study, count in Counter(study for study, *_ in labels).items() if count > 1]
-    if twice:
-        raise Mistake(f"each study must have one label, got {twice[0]!r} twice in {path}")
     return labels
 
 
