@@ -17,7 +17,7 @@ LINES = {
     "src/torchrope": 21981,
     "src/torchrope/ops": 6708,
     "src/torchrope/integrations src/torchrope/checkpoints": 6105,
-    "lab/src": 24713,
+    "lab/src": 24709,
     "tests": 23826,
     "lab/tests": 22560,
     "benchmarks": 4500,

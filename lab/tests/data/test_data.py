@@ -136,7 +136,6 @@ REFUSED_AUGMENT: list[tuple[str, dict[str, Any], str]] = [
     ("ade20k", {"multi_scale": True}, "multi_scale is for coco, got --data ade20k"),
     ("images", {"randaugment": (2, 31)}, r"randaugment must be operations,magnitude up to 30 or text, got \(2, 31\)"),
     ("images", {"randaugment": (2,)}, "randaugment must be 2 values or text, got .*"),
-    ("volumes", {"randaugment": "liere"}, "randaugment must be a list, got 'liere'"),
     ("images", {"crop_scale": (0.5, 0.2)}, "crop_scale must be low,high with 0 < low <= high <= 1, got .*"),
     ("images", {"resize_crop": 0.9}, "resize_crop must be 1 or more, got 0.9"),
     ("images", {"erasing": 1.5}, "erasing must be between 0 and 1, got 1.5"),

@@ -834,6 +834,11 @@ def test_unreadable_volumes_raise_one_line(tmp_path):
         load("rsna", root)
 
 
+def test_volumes_take_torchvisions_operations_only(tmp_path):
+    with pytest.raises(ValueError, match=r"^--data\.augment\.randaugment of volumes must be .*, got liere$"):
+        load("volumes", tmp_path, augment={"randaugment": "liere"})
+
+
 def test_slices_without_a_size_are_no_volume():
     header = Header("1", "2", "3", "", (0.0, 0.0, 0.0), AXIAL, (0.0, 0.5), 1.0, (4, 4), ())
     with pytest.raises(ValueError, match=r"^voxels must have a size in mm, got 1, 0 and 0\.5$"):

@@ -134,7 +134,8 @@ class AugmentConfig(Augment):
         randaugment: RandAugment (Cubuk et al., arXiv:1909.13719), the same for all frames of a clip: number of
             operations and magnitude (0 to 30) of torchvision's; timm:rand-m9-mstd0.5-inc1 or the like for timm's own
             transform (m magnitude of 10, mstd its noise, n operations, each applied with probability p); or "liere" for
-            LieRE's code, two of its 16 operations before the crop: 22 % of 32x32 images become blank.
+            LieRE's code, two of its 16 operations before the crop: 22 % of 32x32 images become blank. For "volumes" and
+            "rsna" only torchvision's, alike in all slices, without operations on colours.
         crop_padding: Zero padding in pixels on every side before a random crop of the original size (4 for CIFAR).
         three_augment: Apply 3-Augment: greyscale, solarisation or Gaussian blur, each with probability 1/3 (DeiT-III,
             Touvron et al., arXiv:2204.07118).
@@ -292,14 +293,13 @@ _RESERVED = ("name", "augment", "prefix", "lattice", "recipe", "source", "parame
 
 
 def data_set(
-    *augment: str, name: str = "", like: Any = None, recipe: str = "", lattice: bool = True, **others: tuple[Any, str]
+    *augment: str, name: str = "", like: Any = None, recipe: str = "digits", lattice: bool = True
 ) -> Callable[[Any], Any]:
-    """Decorator: register a source, with some settings of `AugmentConfig`, those in `others` with type and text."""
-    # A source `like` another has its settings too, and its settings of augmentation.
+    """Decorator: register a source with some settings of `AugmentConfig`; one `like` another has the other's, too."""
 
     def add(source: Any) -> Any:
-        source.augment, source.others = (like.augment, like.others) if like else (augment, others)
-        source.like, source.lattice, source.recipe = like, lattice, recipe
+        source.augment, source.like = like.augment if like else augment, like
+        source.lattice, source.recipe = lattice, recipe
         SOURCES[name or source.__name__] = source
         return source
 
@@ -320,25 +320,23 @@ def _settings_of(name: str, source: Any) -> type[DataConfig]:
         hint = type(parameter.default) if parameter.annotation is parameter.empty else parameter.annotation
         hint = hint if get_origin(hint) is Annotated else known.get(parameter.name, hint)
         own.append((parameter.name, hint, field(default_factory=partial(deepcopy, parameter.default))))
-    augment = _augmentation(getattr(source, "augment", MIXES if lattice else POINTS), getattr(source, "others", {}))
+    augment = _augmentation(getattr(source, "augment", MIXES if lattice else POINTS))
     namespace = {
         "source": staticmethod(source),
         "parameters": tuple(dict.fromkeys([*base.parameters, *(parameter for parameter, _, _ in own)])),
         "lattice": lattice,
-        "recipe": getattr(source, "recipe", "") or ("digits" if lattice else "points"),
+        "recipe": getattr(source, "recipe", "digits" if lattice else "points"),
         "__doc__": inspect.getdoc(source) or f"Data of {name}.",
     }
     own += [("name", str, name), ("augment", augment, field(default_factory=augment))]
     return make_dataclass("SourceConfig", own, bases=(base,), namespace=namespace)
 
 
-def _augmentation(names: Sequence[str], others: dict[str, tuple[Any, str]]) -> type[AugmentConfig]:
-    """Build a dataclass of some settings of `AugmentConfig`, those in `others` with another type and text."""
-    known = get_type_hints(AugmentConfig, include_extras=True) | {name: hint for name, (hint, _) in others.items()}
+def _augmentation(names: Sequence[str]) -> type[AugmentConfig]:
+    """Build a dataclass of some settings of `AugmentConfig`."""
+    known = get_type_hints(AugmentConfig, include_extras=True)
     chosen = [(name, known[name], field(default=getattr(AugmentConfig, name))) for name in names]
-    texts = "".join(f"    {name}: {text}\n" for name, (_, text) in others.items())
-    doc = f"{inspect.getdoc(AugmentConfig)}\n{texts}"
-    return make_dataclass("Augment", chosen, bases=(Augment,), namespace={"__doc__": doc})
+    return make_dataclass("Augment", chosen, bases=(Augment,), namespace={"__doc__": AugmentConfig.__doc__})
 
 
 def _load_settings(values: dict[str, Any]) -> DataConfig:

@@ -13,7 +13,6 @@ from torchrope_lab.data.config import (
     CropRatio,
     Interpolation,
     Normalisation,
-    RandAugment,
     Windows,
     built_in,
     data_set,
@@ -23,10 +22,6 @@ from torchrope_lab.schema import Fraction, NonNegativeFloat, NonNegativeInt, Pos
 
 _CROPS = (*MIXES, "crop_scale", "resize_crop")
 _PICTURES = ("flip", "color_jitter", *_CROPS[1:], "erasing", "randaugment", "crop_padding", "three_augment")
-_OF_VOLUMES = (
-    "RandAugment (Cubuk et al., arXiv:1909.13719) with torchvision's operations: their number and magnitude (0 to 30), "
-    "the same for all slices, without operations on colours."
-)
 _PHOTOGRAPHS = ("flip", "color_jitter", "scale_jitter")
 _HEAD = [[40.0, 80.0], [80.0, 200.0], [40.0, 380.0]]
 
@@ -136,7 +131,7 @@ def ucf101(split: Annotated[int, at_least(1, 3)] = 1, **settings: Any) -> Any:
     return UCF101
 
 
-@data_set(*MIXES, "erasing", "randaugment", randaugment=(RandAugment | None, _OF_VOLUMES))
+@data_set(*MIXES, "erasing", "randaugment")
 def volumes(
     size: PositiveInt = 224,
     root: str | None = None,

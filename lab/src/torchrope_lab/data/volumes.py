@@ -170,6 +170,9 @@ class Volumes(DataModule):
 
     def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
+        if isinstance(config.augment.randaugment, str):
+            rule = "--data.augment.randaugment of volumes must be operations,magnitude"
+            raise Mistake(f"{rule}, got {config.augment.randaugment}")
         self.input_size = (config.frames, config.size, config.size)
         self.windows = config.windows
         self.in_channels = 1 if self.windows is None else len(self.windows)
