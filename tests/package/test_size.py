@@ -17,9 +17,9 @@ LINES = {
     "src/torchrope": 21981,
     "src/torchrope/ops": 6708,
     "src/torchrope/integrations src/torchrope/checkpoints": 6105,
-    "lab/src": 24709,
+    "lab/src": 24690,
     "tests": 23826,
-    "lab/tests": 22560,
+    "lab/tests": 22551,
     "benchmarks": 4500,
     "examples": 1000,
 }

@@ -249,7 +249,7 @@ def without_objects(root: Path) -> None:
     ("edit", "message"),
     [
         (lambda root: (root / "masks").rename(root / "labels"), "^--data.root must hold images/train.*; got '"),
-        (lambda root: (root / "images/train").rename(root / "old"), "; got val without train in '"),
+        (lambda root: (root / "images/train").rename(root / "old"), "^--data.root must hold images/train.*; got '"),
         (
             lambda root: write(root / "classes.txt", "road\n\nsky\n"),
             "^classes.txt must name 2 to 255 different classes",

@@ -331,7 +331,7 @@ def test_coco_rejects_other_formats(tmp_path, edit, message):
 
 def test_missing_root_error_names_the_expected_files(tmp_path):
     with pytest.raises(
-        ValueError, match=r"^--data.root must be given for COCO \(annotations/.*cocodataset.org\), got None$"
+        ValueError, match=r"^--data.root must be a folder with COCO \(annotations/.*cocodataset.org\), got None$"
     ):
         make_data(data_config("coco"))
     with pytest.raises(ValueError, match=r"^--data.root must hold annotations/.*; got none for train in '.*'$"):

@@ -71,7 +71,7 @@ def test_imagenet_rejects_other_layouts(tmp_path, damage, message):
 
 def test_missing_root_error_names_layout_and_source():
     with pytest.raises(
-        ValueError, match=r"^--data.root must be given for imagenet \(.*train/.*val.*image-net.org.*got None$"
+        ValueError, match=r"^--data.root must be a folder with imagenet \(.*train/.*val.*image-net.org.*got None$"
     ):
         make_data(data_config("imagenet"))
 

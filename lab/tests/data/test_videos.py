@@ -351,7 +351,7 @@ def test_too_many_damaged_videos_end_the_run_with_their_list(tmp_path):
 def test_folder_of_damaged_videos_is_refused_in_one_line(tmp_path):
     for path in video_folder(tmp_path, 2).rglob("*.mp4"):
         damage(path)
-    message = r"^--data.root must hold readable videos \(.avi .*\), found 0 in '.*': run/0.mp4 \(a video must be .*$"
+    message = r"^--data.root must hold readable videos, found 0 of 4: run/0.mp4 \(a video must be .*$"
     with pytest.raises(ValueError, match=message):
         load("videos", tmp_path)
 

@@ -1048,16 +1048,3 @@ def test_missing_files_raise_one_line_with_the_expected_layout(tmp_path, name, s
     spoil(root)
     with pytest.raises(ValueError, match=f"^{message}$"):
         load(name, root)
-
-
-# Training
-
-
-@pytest.mark.parametrize(("name", "make"), [("rsna", rsna_folder), ("volumes", nifti_folder)])
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_training_takes_two_steps(tmp_path, name, make, workers):
-    data = load(name, make(tmp_path / "data"), workers=workers, augment=AugmentConfig(flip=True, mixup=0.8))
-    config = RunConfig("comrope-ld", data=data.config, model=MODEL, optim=OptimConfig(epochs=1))
-    classifier, history = train(config, data, tmp_path / "run", max_steps=2)
-    assert np.isfinite(history.rows[0]["train_loss"])
-    assert len(evaluate(classifier.model, data).predicted) == 2

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torchvision.datasets.utils import check_integrity, extract_archive
 
 from torchrope_lab.data.cache import cache_folder
 from torchrope_lab.data.config import DataConfig
+from torchrope_lab.data.faults import reason
 from torchrope_lab.data.in_memory import InMemory
 from torchrope_lab.mistakes import Mistake
 
@@ -57,7 +58,12 @@ class Cifar(InMemory):
         """Yield the folder that holds torchvision's; an archive is unpacked to a temporary one."""
         source, files = self.source, f"{self.source.base_folder}/ or {self.source.filename} from {self.source.url}"
         if self.config.root is None:
-            yield download(source, f"{self.title} must be downloadable, or --data.root must hold {files}")
+            try:
+                source(str(cache_folder()), download=True)
+            except (OSError, RuntimeError) as error:
+                rule = f"{self.title} must be downloadable, or --data.root must hold {files}"
+                raise Mistake(f"{rule}, got: {reason(error)}") from error
+            yield cache_folder()
             return
         root = Path(self.config.root)
         folder = root if root.name == source.base_folder else root / source.base_folder
@@ -104,12 +110,3 @@ class Cifar100(Cifar):
     description = "60,000 photographs of 32×32 colour pixels (CIFAR-100) in 100 classes."
     classes = tuple(FINE_CLASSES.split())
     source = datasets.CIFAR100
-
-
-def download(source: Any, rule: str) -> Path:
-    """Download a data set of torchvision into the cache folder, and return this folder; `rule` begins the error."""
-    try:
-        source(str(cache_folder()), download=True)
-    except (OSError, RuntimeError) as error:
-        raise Mistake(f"{rule}, got: {' '.join(str(error).split())}") from error
-    return cache_folder()

@@ -286,8 +286,8 @@ class TokensConfig(DataConfig):
     scale: Annotated[list[PositiveFloat], NOT_EMPTY] | None = None
 
 
-SOURCES: dict[str, Any] = {}
-"""Sources of the built-in data sets by name, those of `data.sets`; of names such as hf:cifar10 by "hf:"."""
+SOURCES: dict[str, Callable[[], type[DataConfig]]] = {}
+"""Settings of the built-in data sets, those of `data.sets`, by name; of names such as hf:cifar10 by "hf:"."""
 _RESERVED = ("name", "augment", "prefix", "lattice", "recipe", "source", "parameters")
 """Names of settings that a parameter of a source must not have."""
 
@@ -298,37 +298,41 @@ def data_set(
     """Decorator: register a source with some settings of `AugmentConfig`; one `like` another has the other's, too."""
 
     def add(source: Any) -> Any:
-        source.augment, source.like = like.augment if like else augment, like
-        source.lattice, source.recipe = lattice, recipe
-        SOURCES[name or source.__name__] = source
+        key = name or source.__name__
+        SOURCES[key] = partial(_settings_of, key, source, lattice, recipe, augment, like)
         return source
 
     return add
 
 
 @cache
-def _settings_of(name: str, source: Any) -> type[DataConfig]:
-    """Build the settings of a source: those that all have, those of a source that it is like, and its parameters."""
-    lattice, like = getattr(source, "lattice", True), getattr(source, "like", None)
-    base = _settings_of(like.__name__, like) if like else DataConfig if lattice else TokensConfig
-    known, own = get_type_hints(base, include_extras=True), []
+def _settings_of(
+    name: str, source: Any, lattice: bool, recipe: str, augment: tuple[str, ...], like: Any = None
+) -> type[DataConfig]:
+    """Build the settings of a source: those that all have, or of a source that it is like, and its parameters."""
+    base = SOURCES[like.__name__]() if like else DataConfig if lattice else TokensConfig
+    known = get_type_hints(base, include_extras=True)
+    own: list[tuple[str, Any, Any]] = [("name", str, name)]
+    if not like:
+        augmentation = _augmentation(augment)
+        own.append(("augment", augmentation, field(default_factory=augmentation)))
+    parameters = dict.fromkeys(base.parameters)
     for parameter in inspect.signature(source, eval_str=True).parameters.values():
-        if like and parameter.kind is parameter.VAR_KEYWORD:
+        if like and parameter.kind is parameter.VAR_KEYWORD:  # those of the other source
             continue
         if parameter.default is parameter.empty or parameter.name in _RESERVED:
             raise Mistake(f"--data {name}: parameters must have a default and another name, got {parameter}")
         hint = type(parameter.default) if parameter.annotation is parameter.empty else parameter.annotation
         hint = hint if get_origin(hint) is Annotated else known.get(parameter.name, hint)
         own.append((parameter.name, hint, field(default_factory=partial(deepcopy, parameter.default))))
-    augment = _augmentation(getattr(source, "augment", MIXES if lattice else POINTS))
+        parameters[parameter.name] = None
     namespace = {
         "source": staticmethod(source),
-        "parameters": tuple(dict.fromkeys([*base.parameters, *(parameter for parameter, _, _ in own)])),
+        "parameters": tuple(parameters),
         "lattice": lattice,
-        "recipe": getattr(source, "recipe", "digits" if lattice else "points"),
+        "recipe": recipe,
         "__doc__": inspect.getdoc(source) or f"Data of {name}.",
     }
-    own += [("name", str, name), ("augment", augment, field(default_factory=augment))]
     return make_dataclass("SourceConfig", own, bases=(base,), namespace=namespace)
 
 
@@ -363,12 +367,13 @@ def settings_of(name: str) -> type[DataConfig]:
     """Return the settings class of a data set, of hf:NAME or webdataset:FOLDER, or of a source in a loaded module."""
     scheme, colon, path = name.partition(":")
     if scheme + colon in SOURCES and bool(colon) == bool(path):
-        return _settings_of(scheme + colon, SOURCES[scheme + colon])
+        return SOURCES[scheme + colon]()
     if NAME.fullmatch(name):
         source = find_object(name, "function or class", inspect.isroutine)
         if not callable(source):
             raise Mistake(f"--data {name} must be a function or a class, got {type(source).__name__}")
-        return _settings_of(name, source)
+        lattice = getattr(source, "lattice", True)
+        return _settings_of(name, source, lattice, *(("digits", MIXES) if lattice else ("points", POINTS)))
     others = "hf:NAME, webdataset:FOLDER, mypackage.module:source or FILE.py:source"
     rule = f"--data must be one of {', '.join(built_in())}, {others}"
     raise Mistake(f"{rule}, got {name!r}{suggestion(closest(name, built_in()))}")

@@ -5,7 +5,8 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-NAMED_IN_WARNING = 5
+from torchrope_lab.data.faults import first_of
+
 ADDED = ("__macosx", "thumbs.db", "ehthumbs.db", "desktop.ini", "@eadir")
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,4 @@ def warn_unread(root: Path, read: Iterable[str], kind: str) -> None:
     read_paths = set(read)
     others = [path for path in files_below(root, root) if path not in read_paths]
     if others:
-        named = ", ".join(others[:NAMED_IN_WARNING])
-        more = f" and {len(others) - NAMED_IN_WARNING} more" if len(others) > NAMED_IN_WARNING else ""
-        logger.warning("not read because they are not %s: %s%s", kind, named, more)
+        logger.warning("not read because they are not %s: %s", kind, first_of(others))

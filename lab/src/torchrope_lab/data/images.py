@@ -21,7 +21,7 @@ from torchrope_lab.data.cache import index_of, read_files
 from torchrope_lab.data.config import NATIVE, DataConfig
 from torchrope_lab.data.crops import CropTransform, centre, random_crop
 from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.data.faults import name_some, reason, warn_skipped
+from torchrope_lab.data.faults import reason, warn_skipped
 from torchrope_lab.data.folders import files_below, subfolders, warn_unread
 from torchrope_lab.data.shards import Sample, Shards
 from torchrope_lab.data.streamed import StreamedSet
@@ -161,7 +161,6 @@ class Images(CroppedImages):
         self.root = existing_folder(config.root)
         self.folders, self.classes = find_classes(self.root)
         self.title = f"Images in {self.root.name}"
-        self.description = f"Images from the folder {self.root.name}; the class is the sub-folder."
 
     def datasets(self) -> tuple[ImageSet, ImageSet]:
         """Check the files, split, select `train_size` and `val_size` images, and measure mean and std."""
@@ -192,11 +191,6 @@ class Images(CroppedImages):
             explain=explain_fault,
         )
         transparent = self._transparent = {path for path, is_transparent in found.items() if is_transparent}
-        if len(self.skipped) == len(paths):
-            raise Mistake(
-                f"--data.root must hold readable images ({' '.join(IMG_EXTENSIONS)}), found 0 in {str(self.root)!r}"
-                + (f": {name_some(self.skipped)}" if paths else "")
-            )
         warn_skipped(self.skipped, len(paths), self.config.max_skipped, "images")
         if transparent:
             logger.warning("%d of %d images are transparent and composed on white", len(transparent), len(paths))
@@ -206,13 +200,9 @@ class Images(CroppedImages):
 
 def existing_folder(root: str | None, kind: str = "images", layout: str = LAYOUT) -> Path:
     """Return the absolute path of root."""
-    if not root:
-        raise Mistake(f"--data.root must be given for {kind} ({layout}), got {root!r}")
-    folder = Path(root).expanduser()
-    if not folder.is_dir():
-        received = "a file" if folder.exists() else "which does not exist"
-        raise Mistake(f"--data.root must be a folder with {kind} ({layout}), got {root!r}, {received}")
-    return folder.resolve()
+    if not root or not Path(root).is_dir():
+        raise Mistake(f"--data.root must be a folder with {kind} ({layout}), got {root!r}")
+    return Path(root).resolve()
 
 
 def find_classes(root: Path) -> tuple[dict[str, Path], tuple[str, ...]]:

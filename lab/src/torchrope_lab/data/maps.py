@@ -131,12 +131,11 @@ class Segments(MapModule):
     def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
         self.root = existing_folder(config.root, "segments", SEGMENTS_LAYOUT)
-        if not (self.root / "images").is_dir() or not (self.root / "masks").is_dir():
+        images, masks = self.root / "images", self.root / "masks"
+        self.parts = [part for part in ("train", "val") if (images / part).is_dir()] or [""]
+        if not images.is_dir() or not masks.is_dir() or self.parts == ["val"]:
             raise Mistake(f"--data.root must hold {SEGMENTS_LAYOUT}; got {str(self.root)!r}")
-        check_parts(self.root / "images", subfolders(self.root / "images"), with_folders=False)
-        self.parts = [part for part in ("train", "val") if (self.root / "images" / part).is_dir()] or [""]
-        if self.parts == ["val"]:
-            raise Mistake(f"--data.root must hold {SEGMENTS_LAYOUT}; got val without train in {str(self.root)!r}")
+        check_parts(images, subfolders(images), with_folders=False)
         names = self.root / SEGMENTS_CLASSES
         self.classes = self.map_classes = read_names(names) if names.is_file() else ()
         self.title = f"Segments in {self.root.name}"

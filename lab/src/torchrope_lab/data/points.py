@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from torchrope_lab.data.config import DataConfig
-from torchrope_lab.data.faults import find_faults, name_some, reason, warn_skipped
+from torchrope_lab.data.faults import find_faults, reason, warn_skipped
 from torchrope_lab.data.folders import files_below, subfolders, warn_unread
 from torchrope_lab.data.images import (
     PARTS,
@@ -68,7 +68,6 @@ class Points(TokensModule):
             whole = {*PARTS} <= {*names}
             self.folders = {part: self.root / part for part in PARTS} if whole else {"": self.root}
         self.title = f"Points in {self.root.name}"
-        self.description = f"Sets of points from the folder {self.root.name}."
 
     @property
     def with_coordinates(self) -> bool:
@@ -147,9 +146,6 @@ class Points(TokensModule):
                 except ValueError as error:
                     faults.append((name, reason(error)))
         self.skipped = sorted(faults)
-        if not examples:
-            named = f": {name_some(self.skipped)}" if faults else ""
-            raise Mistake(f"--data.root must hold readable {KIND}, found 0 in {str(self.root)!r}{named}")
         warn_skipped(self.skipped, len(examples) + len(faults), config.max_skipped, "sets of points")
         return examples
 

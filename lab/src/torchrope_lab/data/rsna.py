@@ -66,7 +66,7 @@ class RSNA(Volumes):
         """Set `description` from the number of studies."""
         slices, side, _ = self.input_size
         self.description = (
-            f"{count or 21_744:,} CT studies of the head (RSNA 2019), resampled to {slices} slices of {side}×{side} "
+            f"{count:,} CT studies of the head (RSNA 2019), resampled to {slices} slices of {side}×{side} "
             f"voxels, {self.in_channels} windows as channels; the class is whether there is any haemorrhage."
         )
 

@@ -51,7 +51,7 @@ class UCF101(Videos):
         """Set `description` from the number of videos."""
         frames, side, _ = self.input_size
         self.description = (
-            f"{count or 13_320:,} real videos from the web (UCF101, split {self.config.split}), cut to {frames} frames "
+            f"{count:,} real videos from the web (UCF101, split {self.config.split}), cut to {frames} frames "
             f"of {side}×{side} colour pixels; the class is one of {len(self.classes)} human actions."
         )
 

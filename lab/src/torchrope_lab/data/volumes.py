@@ -179,7 +179,6 @@ class Volumes(DataModule):
         self.rows: list[tuple[str, str, str, str]] = []
         self.folders: dict[str, Path] = {}
         self.root = self.find_root()
-        self.describe(0)
 
     def find_root(self) -> Path:
         """Return the folder that paths are relative to, and set classes and title."""
@@ -243,9 +242,8 @@ class Volumes(DataModule):
     def describe(self, count: int) -> None:
         """Set `description` from the number of volumes."""
         slices, side, _ = self.input_size
-        number = f"{count:,} volumes" if count else "Volumes"
         self.description = (
-            f"{number} from the folder {self.root.name}, resampled to {slices} slices of "
+            f"{count:,} volumes from the folder {self.root.name}, resampled to {slices} slices of "
             f"{side}×{side} voxels; the class is {'the sub-folder' if self.folders else 'a column of a table'}."
         )
 
