@@ -17,9 +17,9 @@ LINES = {
     "src/torchrope": 21981,
     "src/torchrope/ops": 6708,
     "src/torchrope/integrations src/torchrope/checkpoints": 6105,
-    "lab/src": 24690,
+    "lab/src": 24681,
     "tests": 23826,
-    "lab/tests": 22551,
+    "lab/tests": 22549,
     "benchmarks": 4500,
     "examples": 1000,
 }

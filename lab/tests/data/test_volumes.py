@@ -983,15 +983,13 @@ def one_of_a_class(root: Path) -> None:
 
 
 TABLES = {
-    "study,label\nscans/0,well\nscans/1\nscans/2,ill\n": (
-        "each row must have a study and a label, got 'scans/1' and '' in .*labels.csv"
-    ),
-    "study,label\nscans/0,well,train\nscans/1,ill\n": r"rows must have 2 columns at most, got .*\['train'\]\] in .*csv",
+    "study,label\nscans/0,a\nscans/1,\n": "each row must have a study and a label, got 'scans/1' and '' in .*csv",
+    "study,label\nscans/0,a,train\n": "--data.labels .* rows must have 2 cells like the first line, got 3 in row 2",
     "File,id,label\nscans/0,0,well\nscans/1,1,ill\n": (
         "labels must have one column for the study, named 'study', got 'File' and 'id' in .*labels.csv"
     ),
     "scan,kind\na,b\n": "labels must have a column study, file, path, id or name, got .*labels.csv with scan, kind",
-    "study,label\nscans/0,well\nscans/2,well\n": "labels must be of at least two classes, got only 'well'",
+    "study,label\nscans/0,well\nscans/2,well\n": "labels must be of at least two classes, got well",
     "study,label,part\nscans/0,well,test\n": "part must be train or val, got 'test' for 'scans/0' in .*labels.csv",
     "study,label\na,well\nb,ill\n": (
         r"--data.root must hold volumes .*, got none of the labelled ones in '.*': a \(not there\), .*"
@@ -1008,10 +1006,10 @@ def test_table_of_labels_is_refused_with_what_it_must_hold(tmp_path, table):
 
 
 RSNA_TABLES = {
-    None: r"--data.labels must be a readable table of the RSNA .*kaggle.*, got .*: No such file or .*",
-    "name,kind\na,b\n": "labels must have the columns ID, Label, got .*stage_2_train.csv with name, kind",
-    "ID,Label\n": "labels must have a row for each study, got a header only in .*stage_2_train.csv",
-    "": "labels must have the columns ID, Label, got .*stage_2_train.csv with none",
+    None: r"--data.labels must be a readable table of the RSNA .*kaggle.*, got .*: .*No such file or .*",
+    "name,kind\na,b\n": "labels must have the columns ID and Label, got .*stage_2_train.csv without ID",
+    "ID,Label\n": "--data.root must hold the RSNA .*, found 0 labelled slices in '.*'",
+    "": "--data.labels must be a readable table of .*: the first line must name the columns, each once, got ''",
 }
 
 

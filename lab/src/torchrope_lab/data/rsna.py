@@ -7,7 +7,7 @@ from torchrope_lab.data.dicom import index_headers, read_head_ct
 from torchrope_lab.data.faults import name_some, warn_skipped
 from torchrope_lab.data.folders import files_below
 from torchrope_lab.data.images import existing_folder
-from torchrope_lab.data.volumes import Volume, Volumes, read_table, series_volumes
+from torchrope_lab.data.volumes import Volume, Volumes, read_columns, series_volumes
 from torchrope_lab.mistakes import Mistake
 
 logger = logging.getLogger(__name__)
@@ -73,10 +73,13 @@ class RSNA(Volumes):
 
 def read_haemorrhages(path: Path) -> dict[str, bool]:
     """Read stage_2_train.csv, lines of ID_<slice>_<kind> and 0 or 1: whether any kind is in the slice."""
+    table = read_columns(path, EXPECTED)
+    if missing := {"ID", "Label"} - {*table}:
+        raise Mistake(f"labels must have the columns ID and Label, got {path} without {min(missing)}")
     bleeding: dict[str, bool] = {}
-    for row in read_table(path, ("ID", "Label"), EXPECTED):
-        name, _, _ = row["ID"].rpartition("_")
-        if not name or row["Label"] not in ("0", "1"):
-            raise Mistake(f"{path} must have lines of ID_<slice>_<kind>,0 or 1, got {row['ID']},{row['Label']}")
-        bleeding[name] = bleeding.get(name, False) or row["Label"] == "1"
+    for kind, label in zip(table["ID"].tolist(), table["Label"].tolist(), strict=True):
+        name, _, _ = kind.rpartition("_")
+        if not name or label not in ("0", "1"):
+            raise Mistake(f"{path} must have lines of ID_<slice>_<kind>,0 or 1, got {kind},{label}")
+        bleeding[name] = bleeding.get(name, False) or label == "1"
     return bleeding

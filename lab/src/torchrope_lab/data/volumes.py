@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from torchrope_lab.data.images import (
     split_by_group,
 )
 from torchrope_lab.data.streamed import StreamedSet
+from torchrope_lab.data.tables import Columns, read_csv
 from torchrope_lab.data.transforms import resize
 from torchrope_lab.mistakes import Mistake
 
@@ -189,7 +191,7 @@ class Volumes(DataModule):
             self.rows = read_labels(self.table)
             self.classes = tuple(sorted({label for _, label, _, _ in self.rows}, key=_numbers_first))
             if len(self.classes) < 2:
-                raise Mistake(f"labels must be of at least two classes, got only {self.classes[0]!r}")
+                raise Mistake(f"labels must be of at least two classes, got {', '.join(self.classes) or 'none'}")
             return root
         try:
             self.folders, self.classes = find_classes(root)
@@ -410,14 +412,13 @@ def read_labels(path: Path) -> list[tuple[str, str, str, str]]:
     """Read a table of studies: (study, label, part, patient), the last two "" if the table has none."""
     # The columns may have other names, in any case and with spaces or underscores: file, path, id or name; class or
     # target; split; PatientID, subject or subject_id. A warning names columns that are not read.
-    rows = read_table(path, (), EXPECTED)
-    columns = [_column(name, list(rows[0]), path) for name in COLUMNS]
-    if unread := [repr(name) for name in rows[0] if name not in columns]:
+    table = read_columns(path, EXPECTED)
+    columns = [_column(name, list(table), path) for name in COLUMNS]
+    if unread := [repr(name) for name in table if name not in columns]:
         logger.warning("columns of %s that are not read: %s", path.name, ", ".join(unread))
-    labels: list[tuple[str, str, str, str]] = []
-    for row in rows:
-        study, label, part, patient = ((row[column] or "").strip() if column else "" for column in columns)
-        labels.append((study, label, part, patient))
+    cells = [table[column].tolist() if column else repeat("") for column in columns]
+    labels = list(zip(*cells, strict=False))
+    for study, label, part, _ in labels:
         if not study or not label:
             raise Mistake(f"each row must have a study and a label, got {study!r} and {label!r} in {path}")
         if part not in ("", "train", "val"):
@@ -441,25 +442,12 @@ def _column(name: str, columns: Sequence[str], path: Path) -> str:
     raise Mistake(f"{rule}, got {path} with {', '.join(columns) or 'none'}")
 
 
-def read_table(path: Path, columns: Sequence[str], expected: str) -> list[dict[str, str]]:
-    """Read a CSV file whose first line names the columns."""
+def read_columns(path: Path, expected: str) -> Columns:
+    """Read a CSV file of text whose first line names the columns."""
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, restval="")
-            names, rows = reader.fieldnames or [], list(reader)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        why = getattr(error, "strerror", None) or reason(error)
-        raise Mistake(f"--data.labels must be a readable table of {expected}, got {path}: {why}") from error
-    missing = [column for column in columns if column not in names]
-    if missing:
-        received = ", ".join(names) or "none"
-        raise Mistake(f"labels must have the columns {', '.join(columns)}, got {path} with {received}")
-    if not rows:
-        raise Mistake(f"labels must have a row for each study, got a header only in {path}")
-    for row in rows:
-        if None in row:  # cells beyond the columns, which DictReader's types omit
-            raise Mistake(f"rows must have {len(names)} columns at most, got {list(row.values())} in {path}")
-    return rows
+        return read_csv(path, lambda _: True)
+    except (OSError, ValueError, csv.Error) as error:
+        raise Mistake(f"--data.labels must be a readable table of {expected}, got {path}: {reason(error)}") from error
 
 
 def _load_nifti(path: Path) -> Any:
