@@ -20,8 +20,7 @@ def published_miniatures(monkeypatch: pytest.MonkeyPatch) -> None:
         for part in ("train_list", "test_list"):
             monkeypatch.setattr(source, part, [[name, sums[name]] for name, _ in getattr(source, part)])
         monkeypatch.setattr(source, "meta", {**source.meta, "md5": sums[source.meta["filename"]]})
-        monkeypatch.setattr(source, "tgz_md5", sums["False"])
-        monkeypatch.setattr(ours, "binary_md5", sums["True"])
+        monkeypatch.setattr(source, "tgz_md5", sums["archive"])
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -20,7 +20,7 @@ from torchrope.files import UNFINISHED, write_whole
 from torchrope_lab import cli
 from torchrope_lab.cli import main
 from torchrope_lab.conclusion import Conclusion
-from torchrope_lab.data.config import VolumesConfig, options
+from torchrope_lab.data.config import options, settings_of
 from torchrope_lab.files import read_curve
 from torchrope_lab.results import Row, StudyResult, Table
 from torchrope_lab.training.config import ExecutionConfig, RunConfig
@@ -670,7 +670,7 @@ def test_help_shows_the_settings_of_the_data_set_named(capsys, command):
     with pytest.raises(SystemExit):
         main([command, *(["accuracy"] if command == "study" else []), "--data", "volumes", "--help", "data"])
     shown = re.findall(r"^  (?:--\w+ \w+, )?--(data\.[\w.]+)", capsys.readouterr().out, re.MULTILINE)
-    assert {*shown} == {f"data.{setting}" for setting in options(VolumesConfig)}
+    assert {*shown} == {f"data.{setting}" for setting in options(settings_of("volumes"))}
 
 
 def test_file_names_the_data_set_and_its_settings(run, tmp_path, capsys):

@@ -201,7 +201,8 @@ class Frozen(Float32Module):
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor)
         self._known: tuple[dict[str, Tensor], Rotation] | None = None  # the rotation of these buffers
-        self._accepted: tuple[tuple[Tensor, Tensor], list[int | None]] | None = None  # equal positions, their versions
+        # Positions that were found equal to `frozen_at`, and the versions of both.
+        self._accepted: tuple[Tensor | None, Tensor | None, list[int | None]] = None, None, []
 
     def forward(self, positions: Positions) -> Rotation:
         """Return the rotation; ValueError for other positions, on a GPU or in a graph for another number only."""
@@ -234,18 +235,17 @@ class Frozen(Float32Module):
             raise ValueError(f"positions must be the frozen ones of shape {frozen}, got shape {received}")
         if torch.compiler.is_compiling() or not (positions.is_cpu and self.frozen_at.is_cpu):
             return
-        pair = positions, self.frozen_at
-        versions = [None if one.is_inference() else one._version for one in pair]
-        if self._accepted is not None and self._accepted[1] == versions and None not in versions:
-            if self._accepted[0][0] is pair[0] and self._accepted[0][1] is pair[1]:
-                return
+        versions = [None if tensor.is_inference() else tensor._version for tensor in (positions, self.frozen_at)]
+        known, frozen_at, known_versions = self._accepted
+        if known is positions and frozen_at is self.frozen_at and known_versions == versions and None not in versions:
+            return
         if not torch.equal(positions.to(self.frozen_at.dtype), self.frozen_at):
             raise ValueError(f"positions must be the frozen ones, got others of shape {tuple(positions.shape)}")
-        self._accepted = pair, versions
+        self._accepted = positions, self.frozen_at, versions
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude what is computed from buffers, of which copies have others."""
-        return {**vars(self), "_known": None, "_accepted": None}
+        return {**vars(self), "_known": None, "_accepted": (None, None, [])}
 
 
 def _frozen(encoding: Encoding, positions: Tensor, rotation: Rotation) -> Frozen:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any, get_args, get_origin
 
-from torchrope_lab.data.config import DATA_NAMES
+from torchrope_lab.data.sets import DATA_NAMES
 from torchrope_lab.mistakes import Mistake
 from torchrope_lab.schema import convert, without_rules
 from torchrope_lab.spelling import closest, suggestion

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrope_lab.data.config import NAMES_DENSE, DataConfig, settings_of
+from torchrope_lab.data.config import DataConfig, settings_of
+from torchrope_lab.data.sets import NAMES_DENSE
 from torchrope_lab.mistakes import Mistake
 from torchrope_lab.results import Findings
 

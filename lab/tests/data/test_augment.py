@@ -15,12 +15,9 @@ from training_path import train_two_steps
 from torchrope_lab.data import augment
 from torchrope_lab.data.augment import EpochSet
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import (
-    SETTINGS,
-    AugmentConfig,
-    data_config,
-)
+from torchrope_lab.data.config import AugmentConfig, data_config
 from torchrope_lab.data.draws import Draws, seeded
+from torchrope_lab.data.sets import DATA_NAMES
 from torchrope_lab.data.tensors import TensorSet, image_sets
 from torchrope_lab.training.classifier import Classifier
 from torchrope_lab.training.config import OptimConfig
@@ -232,7 +229,7 @@ def test_crop_is_equal_for_all_frames_of_a_clip():
         assert len({clip.numpy().tobytes() for clip in shown}) == 8
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", DATA_NAMES)
 def test_settings_of_a_data_set_are_some_of_all_and_survive_pickling(name: str) -> None:
     config = data_config(name, augment={"repeats": 3})
     assert vars(config.augment).items() <= vars(AugmentConfig(repeats=3)).items()
@@ -378,45 +375,3 @@ def test_loss_of_soft_labels_is_weighted_sum_of_losses():
     logits = classifier(inputs)
     expected = 0.7 * functional.cross_entropy(logits, labels) + 0.3 * functional.cross_entropy(logits, labels.roll(1))
     torch.testing.assert_close(classifier.training_step((inputs, soft), 0), expected)
-
-
-# Configuration
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            {"randaugment": (2, 31)},
-            r"--data.augment.randaugment must be operations,magnitude up to 30 or text, got \(2, 31\)",
-        ),
-        ({"randaugment": (2,)}, "--data.augment.randaugment must be 2 values or text, got"),
-        ({"crop_scale": (0.5, 0.2)}, "--data.augment.crop_scale must be low,high with 0 < low <= high <= 1, got"),
-        ({"resize_crop": 0.9}, "--data.augment.resize_crop must be 1 or more, got 0.9"),
-        (
-            {"resize_crop": 1.1, "crop_scale": [0.5, 1]},
-            r"--data.augment.resize_crop and crop_scale must not both be set, got 1.1 with \(0.5, 1.0\)$",
-        ),
-        ({"erasing": 1.5}, "--data.augment.erasing must be between 0 and 1, got 1.5"),
-        ({"mixup": -1.0}, "--data.augment.mixup must be 0 or more, got -1.0"),
-    ],
-)
-def test_augment_config_rejects_bad_values(values, message):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        AugmentConfig(**values)
-
-
-def test_unsupported_augmentation_is_rejected():
-    with pytest.raises(
-        ValueError, match=r"^--data\.augment\.crop_padding is for images, cifar10, .*imagenet, got --data digits$"
-    ):
-        data_config("digits", augment={"crop_padding": 2, "erasing": 0.1})
-    with pytest.raises(ValueError, match=r"^--data\.augment\.erasing is for images, .*, rsna, got --data motion$"):
-        data_config("motion", augment={"erasing": 0.1})
-    with pytest.raises(ValueError, match=r"^--data\.augment\.color_jitter is for images, .* got --data videos$"):
-        data_config("videos", augment={"randaugment": [2, 9], "color_jitter": 0.1})
-    with pytest.raises(
-        ValueError, match=r"^--data\.augment\.crop_scale is for digits, .*, ucf101, got --data volumes$"
-    ):
-        data_config("volumes", augment={"crop_scale": (0.5, 1.0)})
-    assert data_config("digits", augment=AugmentConfig(mixup=0.8)).augment.mixup == 0.8

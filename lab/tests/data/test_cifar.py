@@ -1,26 +1,23 @@
-"""Tests of CIFAR-10 and CIFAR-100: all published formats, and rejection of other files."""
+"""Tests of CIFAR-10 and CIFAR-100: folder, archive and download, and rejection of other files."""
 
 import gzip
 import os
 import pickle
 import shutil
-import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from miniatures import CIFAR_FOLDERS, cifar, cifar_parts, md5
+from miniatures import CIFAR_FOLDERS as FOLDERS
+from miniatures import cifar, cifar_parts
 from torchvision import datasets as torchvision_datasets
-from training_path import train_two_steps
 
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.cifar import Cifar10, Cifar100
 from torchrope_lab.data.config import data_config
 
 pytestmark = pytest.mark.usefixtures("published_miniatures")
-
-FOLDERS = {"10": "cifar-10-batches-py", "100": "cifar-100-python"}
 
 
 def load(kind: str, root: Path | None, **options):
@@ -35,10 +32,9 @@ def written(kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["10", "100"])
-@pytest.mark.parametrize("binary", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_python_and_binary_versions_give_equal_images(tmp_path, kind, binary, packed):
-    train, val = load(kind, cifar(tmp_path, kind, binary, packed)).datasets()
+def test_images_and_labels_are_those_of_the_files(tmp_path, kind, packed):
+    train, val = load(kind, cifar(tmp_path, kind, packed)).datasets()
     pixels, labels, val_labels = written(kind)
     assert train.inputs.dtype == torch.uint8
     assert torch.equal(train.inputs, pixels)
@@ -51,10 +47,9 @@ def test_python_and_binary_versions_give_equal_images(tmp_path, kind, binary, pa
 
 
 @pytest.mark.parametrize("kind", ["10", "100"])
-@pytest.mark.parametrize("binary", [False, True])
-def test_root_may_be_the_inner_folder_or_the_archive(tmp_path, kind, binary):
-    inner = cifar(tmp_path / "unpacked", kind, binary) / CIFAR_FOLDERS[kind, binary]
-    archive = next(cifar(tmp_path / "packed", kind, binary, packed=True).iterdir())
+def test_root_may_be_the_inner_folder_or_the_archive(tmp_path, kind):
+    inner = cifar(tmp_path / "unpacked", kind) / FOLDERS[kind]
+    archive = next(cifar(tmp_path / "packed", kind, packed=True).iterdir())
     assert load(kind, inner).counts == load(kind, archive).counts == (40, 20)
     assert [path.name for path in archive.parent.iterdir()] == [archive.name], "nothing is left of what was unpacked"
 
@@ -117,38 +112,6 @@ def test_root_without_files_is_rejected(tmp_path):
 # Files that are not the published ones
 
 
-def short(text: bytes) -> bytes:
-    return b"U" + bytes([len(text)]) + text
-
-
-def python2_pickle(pixels: np.ndarray, labels: list[int]) -> bytes:
-    """A pickle as written by Python 2's cPickle for numpy 1: byte strings, numpy.core, the dtype with its state."""
-    rows, columns = pixels.shape
-    make = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n"
-    kind = b"cnumpy\ndtype\n" + short(b"u1") + b"K\x00K\x01\x87R(K\x03" + short(b"|") + b"NNN"
-    kind += b"J\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
-    shape = b"M" + struct.pack("<H", rows) + b"M" + struct.pack("<H", columns) + b"\x86"
-    content = b"T" + struct.pack("<I", pixels.size) + pixels.tobytes()
-    array = make + b"K\x00\x85" + short(b"b") + b"\x87R(K\x01" + shape + kind + b"\x89" + content + b"tb"
-    numbers = b"](" + b"".join(b"K" + bytes([label]) for label in labels) + b"e"
-    return b"\x80\x02}(" + short(b"data") + array + short(b"fine_labels") + numbers + b"u."
-
-
-def test_python_2_pickles_are_read(tmp_path, monkeypatch):
-    root = cifar(tmp_path, "100")
-    sums = {}
-    for name, (pixels, labels) in cifar_parts("100").items():
-        content = python2_pickle(pixels.reshape(len(pixels), -1), labels)
-        (root / FOLDERS["100"] / name).write_bytes(content)
-        sums[name] = md5(content)
-    for part, name in (("train_list", "train"), ("test_list", "test")):
-        monkeypatch.setattr(Cifar100.source, part, [[name, sums[name]]])
-    train, _ = load("100", root).datasets()
-    pixels, labels, _ = written("100")
-    assert torch.equal(train.inputs, pixels)
-    assert torch.equal(train.labels, labels)
-
-
 class Runs:
     """An object whose unpickling calls a function."""
 
@@ -185,41 +148,11 @@ def test_damaged_and_missing_files_are_named(tmp_path, kind):
     assert set(str(error.value).partition("missing or different ")[2].split(", ")) == {first.name, last.name}
 
 
-@pytest.mark.parametrize("binary", [False, True])
-def test_incomplete_archive_is_not_unpacked(tmp_path, binary):
-    (archive,) = cifar(tmp_path, "100", binary, packed=True).iterdir()
+def test_incomplete_archive_is_not_unpacked(tmp_path):
+    (archive,) = cifar(tmp_path, "100", packed=True).iterdir()
     archive.write_bytes(archive.read_bytes()[:-1])
     with pytest.raises(
         ValueError, match=rf"{archive.name} must be .* with the MD5 sum [0-9a-f]+, got another"
     ) as error:
         load("100", tmp_path).setup()
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"must hold rows of 3073 bytes, got \d+ bytes$"),
-        (lambda path: path.write_bytes(b""), r"must hold rows of 3073 bytes, got 0 bytes$"),
-        (lambda path: path.unlink(), "must be a readable file, got: No such file or directory$"),
-        (lambda path: path.write_bytes(bytes([10]) + path.read_bytes()[1:]), "labels of .* must be below 10, got 10$"),
-    ],
-)
-def test_damaged_binary_file_is_named(tmp_path, damage, message):
-    damage(cifar(tmp_path, "10", binary=True) / "cifar-10-batches-bin" / "data_batch_2.bin")
-    with pytest.raises(ValueError, match=message) as error:
-        load("10", tmp_path).setup()
-    assert "data_batch_2.bin" in str(error.value)
-
-
-# Training
-
-
-@pytest.mark.parametrize("kind", ["10", "100"])
-def test_cifar_trains_two_steps(tmp_path, kind):
-    root = str(cifar(tmp_path / "data", kind))
-    config = data_config(f"cifar{kind}", root=root, batch_size=16, train_size=32, val_size=16, augment={"flip": True})
-    _, classifier, rows = train_two_steps(config, tmp_path / "run")
-    assert classifier.trainer.global_step == 2
-    assert rows[0]["train_loss"] > 0
-    assert all(parameter.isfinite().all() for parameter in classifier.parameters())

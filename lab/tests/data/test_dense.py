@@ -12,7 +12,7 @@ from torchvision.ops import masks_to_boxes
 
 from torchrope_lab.data import dense
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import NAMES_DENSE, AugmentConfig, data_config
+from torchrope_lab.data.config import AugmentConfig, data_config
 from torchrope_lab.data.dense import (
     DenseModule,
     DenseSet,
@@ -21,6 +21,7 @@ from torchrope_lab.data.dense import (
     large_scale_jitter,
     to_boxes,
 )
+from torchrope_lab.data.sets import NAMES_DENSE
 from torchrope_lab.data.tensors import Normalise
 
 IDENTITY = Normalise(torch.tensor(0.0), torch.tensor(1.0))
@@ -328,51 +329,6 @@ def test_crop_keeps_smaller_images_whole():
 
 
 # Configuration
-
-
-@pytest.mark.parametrize(
-    ("name", "augment", "message"),
-    [
-        (
-            "digits",
-            {"scale_jitter": (0.5, 2)},
-            r"--data.augment.scale_jitter is for coco, ade20k, segments, got --data digits",
-        ),
-        ("coco", {"mixup": 0.8}, r"--data.augment.mixup is for digits, .*, rsna, got --data coco"),
-        ("segments", {"cutmix": 1.0}, "augment.cutmix is for digits"),
-        (
-            "digits",
-            {"color_jitter": 0.3},
-            r"--data.augment.color_jitter is for images, .*, segments, got --data digits",
-        ),
-        ("ade20k", {"randaugment": (2, 9)}, "augment.randaugment is for"),
-        (
-            "segments",
-            {"crop_scale": (0.5, 1)},
-            "--data.augment.crop_scale is for .*, ucf101, got --data segments",
-        ),
-        (
-            "coco",
-            {"scale_jitter": (2.0, 0.1)},
-            r"--data.augment.scale_jitter must be low,high with 0 < low <= high, got \(2.0, 0.1\)",
-        ),
-        (
-            "coco",
-            {"scale_jitter": (0.1, float("inf"))},
-            r"--data.augment.scale_jitter\[1\] must be within ±1e\+300, got inf",
-        ),
-        ("coco", {"scale_jitter": (0.1,)}, "--data.augment.scale_jitter must be 2 values, got"),
-        ("ade20k", {"multi_scale": True}, "--data.augment.multi_scale is for coco, got --data ade20k"),
-        (
-            "coco",
-            {"multi_scale": True, "scale_jitter": (0.5, 2.0)},
-            r"--data.augment.multi_scale and scale_jitter must not both be set, got true with \(0.5, 2.0\)",
-        ),
-    ],
-)
-def test_unsupported_settings_are_rejected(name, augment, message):
-    with pytest.raises(ValueError, match=message):
-        data_config(name, augment=AugmentConfig(**augment))
 
 
 @pytest.mark.parametrize("name", NAMES_DENSE)

@@ -144,10 +144,6 @@ def test_images_of_folds_have_other_sizes_by_resampling_if_the_files_are_not_kep
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("digits", {"folds": 1}, r"^--data\.folds must be 2 or more, got 1$"),
-        ("digits", {"folds": 3, "fold": 3}, r"^--data\.fold must be below --data\.folds, got 3 with 3$"),
-        ("digits", {"fold": 1}, r"^--data\.fold must be below --data\.folds, got 1 with None$"),
-        ("digits", {"folds": 3, "tuning": True}, r"^--data\.folds and tuning must not both be set"),
         (
             "digits",
             {"folds": 9, "train_size": 40, "val_size": 20},

@@ -162,7 +162,7 @@ def test_rows_of_a_long_table_are_grouped_by_a_column(tmp_path: Path) -> None:
         np.testing.assert_array_equal(cloud.features.flatten(), [60, np.nan, 62, 63])
     write(tmp_path / "more.csv", "patient,time,pulse,kind\n100,1,2,a\n,2,3,a\n")
     reasons = dict(load("points", tmp_path, axes=["Time"], **settings).skipped)
-    assert reasons["more.csv"] == "columns must include Time, pulse, patient; missing: Time"
+    assert reasons["more.csv"] == "columns must include Time, pulse, kind, patient; missing: Time"
     write(tmp_path / "more.csv", "patient,Time,pulse,kind\n100,1,2,a\n,2,3,a\n")
     reasons = dict(load("points", tmp_path, **settings).skipped)
     assert reasons["more.csv"] == "column patient must name the example of every row, got an empty cell"
@@ -186,7 +186,10 @@ def test_rows_of_a_long_table_are_grouped_by_a_column(tmp_path: Path) -> None:
         ({"features": ["x", "x"]}, r"--data\.axes must name one column or more, and no column twice"),
         ({"scale": [1.0, 2.0]}, r"--data\.scale must be one number or one for each of 3 axes, got \[1\.0, 2\.0\]"),
         ({"scale": [0.0]}, r"--data\.scale\[0\] must be above 0"),
-        ({"label": "kind"}, r"--data\.root must hold readable .*columns must include kind, the class"),
+        (
+            {"label": "kind"},
+            r"--data\.root must hold readable .*columns must include .*, kind; missing: kind",
+        ),
         ({"label": "grey"}, r"--data\.root must hold readable .*column grey must have one value in a file"),
         ({"augment": {"rotate": ["x"]}}, r"--data\.augment\.rotate must be two different axes as in x,y, got x"),
         ({"augment": {"rotate": ["x", "w"]}}, r"--data\.augment\.rotate must name two of the axes x, y, z, got x,w"),

@@ -14,7 +14,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as image_ops
 
 from torchrope_lab.data.augment import EpochSet, transform
-from torchrope_lab.data.config import AugmentConfig, data_config
+from torchrope_lab.data.config import AugmentConfig
 from torchrope_lab.data.draws import Draws
 from torchrope_lab.data.randaugment import (
     LIERE_STRENGTHS,
@@ -320,8 +320,3 @@ def test_unknown_policies_are_rejected(name: str) -> None:
     ) as error:
         AugmentConfig(randaugment=name)
     assert "\n" not in str(error.value)
-
-
-def test_volumes_take_torchvisions_operations_only() -> None:
-    with pytest.raises(ValueError, match=r"^--data\.augment\.randaugment must be a list, got 'liere'$"):
-        data_config("volumes", augment={"randaugment": "liere"})

@@ -42,6 +42,8 @@ def waves(length: int = 16, noise: float = 0.1, kind: Literal["sine", "step"] = 
 class Cubes:
     """Cubes of voxels."""
 
+    augment = like = recipe = print  # names that mean nothing here
+
     def __init__(self, size: int = 4):
         inputs = torch.randn(40, 2, size, size, size, generator=torch.Generator().manual_seed(1))
         inputs[::2] += 1

@@ -31,11 +31,10 @@ from volume_files import (
 import torchrope as tr
 from torchrope.encodings.names import ROTARY, takes
 from torchrope_lab.cli import main
-from torchrope_lab.data import dicom
 from torchrope_lab.data.build import make_data
+from torchrope_lab.data.cache import index_of
 from torchrope_lab.data.config import AugmentConfig, data_config
 from torchrope_lab.data.dicom import (
-    INDEX_NAME,
     Header,
     index_headers,
     read_head_ct,
@@ -293,20 +292,13 @@ def test_slices_without_a_label_are_no_part_of_it(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"{", b'{"version": 0, "files": {"a.dcm": 3}}', b'{"version": 1}'])
 def test_damaged_index_is_made_anew(tmp_path, content):
     path = write_slice(tmp_path / "a.dcm", np.zeros((ROWS, COLUMNS)), (1, 2, 3), study="1.2")
-    (tmp_path / INDEX_NAME).write_bytes(content)
-    headers, faults = index_headers(tmp_path, ["a.dcm"], folder=tmp_path / "cache")
+    index_of(tmp_path, "headers").parent.mkdir(exist_ok=True)
+    index_of(tmp_path, "headers").write_bytes(content)
+    headers, faults = index_headers(tmp_path, ["a.dcm"])
     assert headers == {"a.dcm": read_header(path)}
     assert faults == []
-    again, _ = index_headers(tmp_path, ["a.dcm"], folder=tmp_path / "cache")
+    again, _ = index_headers(tmp_path, ["a.dcm"])
     assert again["a.dcm"].position == [1.0, 2.0, 3.0], "not from the index"
-
-
-def test_index_is_in_the_cache_if_the_data_are_read_only(tmp_path, monkeypatch):
-    write_slice(tmp_path / "data" / "a.dcm", np.zeros((ROWS, COLUMNS)), (0, 0, 0), study="1.2")
-    monkeypatch.setattr(dicom.os, "access", lambda *_: False)
-    index_headers(tmp_path / "data", ["a.dcm"], folder=tmp_path / "cache")
-    assert not (tmp_path / "data" / INDEX_NAME).exists()
-    assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
 # Volumes with a table
@@ -504,7 +496,7 @@ def test_volumes_of_a_patient_of_the_table_are_in_one_part(tmp_path, kind, colum
     assert {*data.groups(train, val)} == of_train | of_val
 
 
-@pytest.mark.parametrize("other", ["1.0", "1.0_series"])
+@pytest.mark.parametrize("other", ["0", "1.0", "1.0_series"])
 def test_volume_of_two_rows_is_refused(tmp_path, other):
     rows = f"0,a,\n1,b,\n2,a,\n3,b,\n{other},b,"
     message = rf"^each volume must have one label, got rows 0 and {other} in .*labels\.csv for one volume$"
@@ -793,26 +785,6 @@ def test_slices_of_two_sizes_are_no_volume(tmp_path):
     assert "slices of a series must have the same shape and orientation" in data.skipped[0][1]
 
 
-def nan_voxels(path: Path) -> None:
-    nibabel.save(nibabel.Nifti1Image(np.full((4, 4, 4), np.nan, np.float32), np.eye(4)), path)
-
-
-def complex_voxels(path: Path) -> None:
-    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 4), np.complex64), np.eye(4)), path)
-
-
-def two_axes(path: Path) -> None:
-    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4), np.float32), np.eye(4)), path)
-
-
-def four_axes(path: Path) -> None:
-    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 4, 3), np.float32), np.eye(4)), path)
-
-
-def no_voxels(path: Path) -> None:
-    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 0), np.float32), np.eye(4)), path)
-
-
 def no_size(path: Path) -> None:
     image = nibabel.Nifti1Image(np.zeros((4, 4, 4), np.float32), np.eye(4))
     header = image.header
@@ -821,20 +793,28 @@ def no_size(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "why"),
+    ("voxels", "why"),
     [
-        (nan_voxels, "voxels must be finite, got 64 that are not"),
-        (complex_voxels, "voxels must be real numbers, got complex64"),
-        (two_axes, r"a volume must have three axes, got the shape \(4, 4\)"),
-        (four_axes, r"a volume must have three axes, got the shape \(4, 4, 4, 3\)"),
-        (no_voxels, r"a volume must have voxels, got the shape \(4, 4, 0\)"),
-        (no_size, "voxels must have a size in mm, got 1, 0, 1"),
+        (np.full((4, 4, 4), np.nan, np.float32), "voxels must be finite, got 64 that are not"),
+        (np.zeros((4, 4, 4), np.complex64), "voxels must be real numbers, got complex64"),
+        (np.zeros((4, 4), np.float32), r"a volume must have voxels along three axes, got .*\(4, 4\)"),
+        (
+            np.zeros((4, 4, 4, 3), np.float32),
+            r"a volume must have voxels along three axes, got .*\(4, 4, 4, 3\)",
+        ),
+        (np.zeros((4, 4, 0), np.float32), r"a volume must have voxels along three axes, got .*\(4, 4, 0\)"),
+        (None, "voxels must have a size in mm, got 1, 0, 1"),
     ],
+    ids=["NaN", "complex", "two axes", "four axes", "empty", "no size"],
 )
-def test_nifti_file_of_another_kind_is_named_and_left_out(tmp_path, spoil, why):
-    root = nifti_folder(tmp_path)
-    spoil(root / "scans" / "3.nii.gz")
-    data = load("volumes", root)
+def test_nifti_file_of_another_kind_is_named_and_left_out(tmp_path, voxels, why):
+    path = nifti_folder(tmp_path) / "scans" / "3.nii.gz"
+    no_size(path) if voxels is None else nibabel.save(nibabel.Nifti1Image(voxels, np.eye(4)), path)
+    assert_left_out(load("volumes", tmp_path), why)
+
+
+def assert_left_out(data, why: str) -> None:
+    """All other volumes are read, and scans/3 is named with the reason."""
     train, val = data.datasets()
     assert all(inputs.isfinite().all() for part in (train, val) for inputs, _ in (part[i] for i in range(len(part))))
     (named,) = {*data.skipped, *train.reading.found(), *val.reading.found()}
@@ -852,6 +832,11 @@ def test_unreadable_volumes_raise_one_line(tmp_path):
     message = r"^none of the volumes can be read: 00\d\d \(ID_\d+.dcm: .*[Pp]ixel.*more$"
     with pytest.raises(TooManyFaults, match=message):
         load("rsna", root)
+
+
+def test_volumes_take_torchvisions_operations_only(tmp_path):
+    with pytest.raises(ValueError, match=r"^--data\.augment\.randaugment of volumes must be .*, got liere$"):
+        load("volumes", tmp_path, augment={"randaugment": "liere"})
 
 
 def test_slices_without_a_size_are_no_volume():
@@ -939,7 +924,7 @@ def test_slice_without_values_is_named_with_its_volume(tmp_path):
 def test_slice_without_a_place_is_named_with_what_came(tmp_path, value):
     path = write_slice(tmp_path / "a.dcm", np.zeros((ROWS, COLUMNS)), (0, 0, 0), study="1.2")
     rewritten(path, POSITION, value)
-    _, ((name, why),) = index_headers(tmp_path, ["a.dcm"], folder=tmp_path)
+    _, ((name, why),) = index_headers(tmp_path, ["a.dcm"])
     assert name == "a.dcm"
     assert why == f"ImagePositionPatient must be 3 finite numbers, got {value.decode()!r}"
 
@@ -972,12 +957,7 @@ def test_nifti_header_that_cannot_be_is_named_with_its_file(tmp_path, extension,
     content = content.replace(b"ni1\0", b"n+1\0")
     path = root / "scans" / f"3{extension}"
     path.write_bytes(gzip.compress(content) if extension.endswith("gz") else content)
-    data = load("volumes", root)
-    train, val = data.datasets()
-    assert all(inputs.isfinite().all() for part in (train, val) for inputs, _ in (part[i] for i in range(len(part))))
-    (named,) = {*data.skipped, *train.reading.found(), *val.reading.found()}
-    assert named[0].startswith("scans/3")
-    assert re.fullmatch(why, named[1])
+    assert_left_out(load("volumes", root), why)
 
 
 @pytest.mark.parametrize("slope", [0, math.nan])
@@ -992,45 +972,8 @@ def test_nifti_file_without_a_scale_has_its_own_values(tmp_path, slope):
 # Folders and tables that are not as they must be
 
 
-def without_table(root):
-    next(root.glob("*.csv")).unlink()
-
-
-def other_columns(root):
-    next(root.glob("*.csv")).write_text("name,kind\na,b\n")
-
-
-def empty_table(root):
-    table = next(root.glob("*.csv"))
-    table.write_text(table.read_text().partition("\n")[0] + "\n")
-
-
-def one_class(root):
-    (root / "labels.csv").write_text("study,label\nscans/0,well\nscans/2,well\n")
-
-
-def other_part(root):
-    (root / "labels.csv").write_text("study,label,part\nscans/0,well,test\n")
-
-
-def no_content(root):
-    next(root.glob("*.csv")).write_text("")
-
-
-def without_a_label(root):
-    (root / "labels.csv").write_text("study,label\nscans/0,well\nscans/1\nscans/2,ill\n")
-
-
-def too_long_a_row(root):
-    (root / "labels.csv").write_text("study,label\nscans/0,well,train\nscans/1,ill\n")
-
-
-def ambiguous_columns(root):
-    (root / "labels.csv").write_text("File,id,label\nscans/0,0,well\nscans/1,1,ill\n")
-
-
-def one_of_a_class(root):
-    without_table(root)
+def one_of_a_class(root: Path) -> None:
+    (root / "labels.csv").unlink()
     for number in range(3):
         folder = root / ("ill" if number else "well")
         folder.mkdir(exist_ok=True)
@@ -1039,13 +982,43 @@ def one_of_a_class(root):
     (root / "scans").rmdir()
 
 
-def other_files(root):
-    (root / "labels.csv").write_text("study,label\na,well\nb,ill\n")
+TABLES = {
+    "study,label\nscans/0,a\nscans/1,\n": "each row must have a study and a label, got 'scans/1' and '' in .*csv",
+    "study,label\nscans/0,a,train\n": "--data.labels .* rows must have 2 cells like the first line, got 3 in row 2",
+    "File,id,label\nscans/0,0,well\nscans/1,1,ill\n": (
+        "labels must have one column for the study, named 'study', got 'File' and 'id' in .*labels.csv"
+    ),
+    "scan,kind\na,b\n": "labels must have a column study, file, path, id or name, got .*labels.csv with scan, kind",
+    "study,label\nscans/0,well\nscans/2,well\n": "labels must be of at least two classes, got well",
+    "study,label,part\nscans/0,well,test\n": "part must be train or val, got 'test' for 'scans/0' in .*labels.csv",
+    "study,label\na,well\nb,ill\n": (
+        r"--data.root must hold volumes .*, got none of the labelled ones in '.*': a \(not there\), .*"
+    ),
+}
 
 
-def no_slices(root):
-    for path in root.rglob("*.dcm"):
-        path.unlink()
+@pytest.mark.parametrize("table", TABLES)
+def test_table_of_labels_is_refused_with_what_it_must_hold(tmp_path, table):
+    root = nifti_folder(tmp_path, 4)
+    (root / "labels.csv").write_text(table)
+    with pytest.raises(ValueError, match=f"^{TABLES[table]}$"):
+        load("volumes", root)
+
+
+RSNA_TABLES = {
+    None: r"--data.labels must be a readable table of the RSNA .*kaggle.*, got .*: .*No such file or .*",
+    "name,kind\na,b\n": "labels must have the columns ID and Label, got .*stage_2_train.csv without ID",
+    "ID,Label\n": "--data.root must hold the RSNA .*, found 0 labelled slices in '.*'",
+    "": "--data.labels must be a readable table of .*: the first line must name the columns, each once, got ''",
+}
+
+
+@pytest.mark.parametrize("table", RSNA_TABLES)
+def test_table_of_rsna_is_refused_with_what_it_must_hold(tmp_path, table):
+    path = rsna_folder(tmp_path, 4) / "stage_2_train.csv"
+    path.unlink() if table is None else path.write_text(table)
+    with pytest.raises(ValueError, match=f"^{RSNA_TABLES[table]}$"):
+        load("rsna", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -1053,45 +1026,18 @@ def no_slices(root):
     [
         (
             "rsna",
-            without_table,
-            r"--data.labels must be a readable table of the RSNA .*kaggle.*, got .*: No such file or .*",
-        ),
-        ("rsna", other_columns, "labels must have the columns ID, Label, got .*stage_2_train.csv with name, kind"),
-        ("rsna", empty_table, "labels must have a row for each study, got a header only in .*stage_2_train.csv"),
-        ("rsna", no_content, "labels must have the columns ID, Label, got .*stage_2_train.csv with none"),
-        ("volumes", without_a_label, "each row must have a study and a label, got 'scans/1' and '' in .*labels.csv"),
-        ("volumes", too_long_a_row, r"rows must have 2 columns at most, got .*\['train'\]\] in .*labels.csv"),
-        (
-            "rsna",
-            no_slices,
+            lambda root: [path.unlink() for path in root.rglob("*.dcm")],
             r"--data.root must hold the RSNA .*stage_2_train/\*.dcm.*, found 0 labelled slices in '.*'",
         ),
         (
             "volumes",
-            without_table,
-            r"--data.root must hold volumes \(DICOM .*\); there is no labels.csv, and: --data.root must hold at .*",
-        ),
-        (
-            "volumes",
-            ambiguous_columns,
-            "labels must have one column for the study, named 'study', got 'File' and 'id' in .*labels.csv",
-        ),
-        (
-            "volumes",
-            lambda root: (root / "labels.csv").write_text("scan,kind\na,b\n"),
-            "labels must have a column study, file, path, id or name, got .*labels.csv with scan, kind",
+            lambda root: (root / "labels.csv").unlink(),
+            r"--data.root must hold volumes \(DICOM .*\); there is no labels.csv, and: --data.root must hold one .*",
         ),
         (
             "volumes",
             one_of_a_class,
             "readable volumes of each class must number at least 2 if there is no labels.csv, got 1 for 'well'",
-        ),
-        ("volumes", one_class, "labels must be of at least two classes, got only 'well'"),
-        ("volumes", other_part, "part must be train or val, got 'test' for 'scans/0' in .*labels.csv"),
-        (
-            "volumes",
-            other_files,
-            r"--data.root must hold volumes .*, got none of the labelled ones in '.*': a \(not there\), .*",
         ),
     ],
 )
@@ -1100,16 +1046,3 @@ def test_missing_files_raise_one_line_with_the_expected_layout(tmp_path, name, s
     spoil(root)
     with pytest.raises(ValueError, match=f"^{message}$"):
         load(name, root)
-
-
-# Training
-
-
-@pytest.mark.parametrize(("name", "make"), [("rsna", rsna_folder), ("volumes", nifti_folder)])
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_training_takes_two_steps(tmp_path, name, make, workers):
-    data = load(name, make(tmp_path / "data"), workers=workers, augment=AugmentConfig(flip=True, mixup=0.8))
-    config = RunConfig("comrope-ld", data=data.config, model=MODEL, optim=OptimConfig(epochs=1))
-    classifier, history = train(config, data, tmp_path / "run", max_steps=2)
-    assert np.isfinite(history.rows[0]["train_loss"])
-    assert len(evaluate(classifier.model, data).predicted) == 2

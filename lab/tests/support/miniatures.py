@@ -17,12 +17,7 @@ from PIL import Image
 from video_files import ucf101_folder, video_folder
 from volume_files import nifti_folder, rsna_folder
 
-CIFAR_FOLDERS = {
-    ("10", False): "cifar-10-batches-py",
-    ("10", True): "cifar-10-batches-bin",
-    ("100", False): "cifar-100-python",
-    ("100", True): "cifar-100-binary",
-}
+CIFAR_FOLDERS = {"10": "cifar-10-batches-py", "100": "cifar-100-python"}
 WNIDS = ("n01440764", "n01443537", "n01484850", "n02084071")
 
 
@@ -59,42 +54,36 @@ def cifar_parts(kind: str) -> dict[str, tuple[np.ndarray, list[int]]]:
     return parts
 
 
-def cifar_contents(kind: str, binary: bool) -> dict[str, bytes]:
-    """The files of a version, as bytes."""
+def cifar_contents(kind: str) -> dict[str, bytes]:
+    """The files, as bytes."""
     key = "labels" if kind == "10" else "fine_labels"
     meta = {"10": ("batches.meta", "label_names"), "100": ("meta", "fine_label_names")}[kind]
-    contents = {} if binary else {meta[0]: pickle.dumps({meta[1]: ["a", "b"]}, protocol=2)}
+    contents = {meta[0]: pickle.dumps({meta[1]: ["a", "b"]}, protocol=2)}
     for file, (pixels, labels) in cifar_parts(kind).items():
-        flat = pixels.reshape(len(pixels), -1)
-        if binary:
-            fine = np.array(labels, np.uint8)[:, None]
-            front = fine if kind == "10" else np.concatenate([fine // 5, fine], axis=1)
-            contents[f"{file}.bin"] = np.concatenate([front, flat], axis=1).tobytes()
-        else:
-            contents[file] = pickle.dumps({"batch_label": "x", key: labels, "data": flat}, protocol=2)
+        stored = {"batch_label": "x", key: labels, "data": pixels.reshape(len(pixels), -1)}
+        contents[file] = pickle.dumps(stored, protocol=2)
     return contents
 
 
-def cifar_archive(kind: str, binary: bool) -> bytes:
-    """A version packed, the same bytes every time."""
+def cifar_archive(kind: str) -> bytes:
+    """The files packed, the same bytes every time."""
     buffer = io.BytesIO()
     with (
         gzip.GzipFile(filename="", mode="wb", fileobj=buffer, mtime=0) as packed,
         tarfile.open(fileobj=packed, mode="w") as archive,
     ):
-        for file, content in cifar_contents(kind, binary).items():
-            add(archive, f"{CIFAR_FOLDERS[kind, binary]}/{file}", content)
+        for file, content in cifar_contents(kind).items():
+            add(archive, f"{CIFAR_FOLDERS[kind]}/{file}", content)
     return buffer.getvalue()
 
 
-def cifar(folder: Path, kind: str, binary: bool = False, packed: bool = False) -> Path:
-    """A root as the archive of a version unpacks it, or with the archive in it."""
+def cifar(folder: Path, kind: str, packed: bool = False) -> Path:
+    """A root as the archive unpacks it, or with the archive in it."""
     if packed:
-        version = "binary" if binary else "python"
-        write(folder / f"cifar-{kind}-{version}.tar.gz", cifar_archive(kind, binary))
+        write(folder / f"cifar-{kind}-python.tar.gz", cifar_archive(kind))
     else:
-        for file, content in cifar_contents(kind, binary).items():
-            write(folder / CIFAR_FOLDERS[kind, binary] / file, content)
+        for file, content in cifar_contents(kind).items():
+            write(folder / CIFAR_FOLDERS[kind] / file, content)
     return folder
 
 
@@ -164,11 +153,11 @@ def md5(content: bytes) -> str:
 @cache
 def published_sums() -> dict[str, dict[str, str]]:
     """The MD5 sums of the miniatures of CIFAR by kind, those of the archives too."""
-    sums = {}
-    for kind in ("10", "100"):
-        files = {name: md5(content) for name, content in cifar_contents(kind, False).items()}
-        sums[kind] = files | {str(binary): md5(cifar_archive(kind, binary)) for binary in (False, True)}
-    return sums
+    return {
+        kind: {name: md5(content) for name, content in cifar_contents(kind).items()}
+        | {"archive": md5(cifar_archive(kind))}
+        for kind in ("10", "100")
+    }
 
 
 def images(folder: Path) -> Path:

@@ -28,8 +28,9 @@ from torchrope_lab import cli, recipes
 from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.clips import test_frames
-from torchrope_lab.data.config import NAMES_DENSE, DataConfig, data_config
+from torchrope_lab.data.config import DataConfig, data_config
 from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.sets import NAMES_DENSE
 from torchrope_lab.data.videos import read_clips
 from torchrope_lab.studies.engine.published import cite, results_of
 from torchrope_lab.training.config import RunConfig, read_config

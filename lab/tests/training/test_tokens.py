@@ -14,7 +14,8 @@ from rich.console import Console
 from torchrope.models import Transformer
 from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import SETTINGS, data_config
+from torchrope_lab.data.config import data_config, settings_of
+from torchrope_lab.data.sets import DATA_NAMES
 from torchrope_lab.data.tokens import TokensModule
 from torchrope_lab.registry import STUDIES, suitable
 from torchrope_lab.results import StudyResult
@@ -164,7 +165,7 @@ def test_options_that_need_a_lattice_raise_one_line(
 
 
 def test_data_without_a_lattice_have_the_studies_that_need_none() -> None:
-    for name in (name for name, kind in SETTINGS.items() if not kind.lattice):
+    for name in (name for name in DATA_NAMES if not settings_of(name).lattice):
         left_out = {"resolution", "pooling", "finetune", "attention", "dense"}
         assert {*suitable(name)} == {*STUDIES} - left_out
     assert {*STUDIES} - {*suitable("digits")} == {"dense"}

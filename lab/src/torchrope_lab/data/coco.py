@@ -1,19 +1,18 @@
 """Object detection data in COCO's format, with one JSON file per part."""
 
 import json
-import math
 import zlib
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, TypeGuard
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from torchrope_lab.data.config import CocoConfig
+from torchrope_lab.data.config import DataConfig
 from torchrope_lab.data.dense import (
     DenseModule,
     Example,
@@ -27,7 +26,7 @@ from torchrope_lab.data.dense import (
     select_some,
     to_boxes,
 )
-from torchrope_lab.data.faults import Fault, name_some, warn_skipped
+from torchrope_lab.data.faults import Fault, name_some, reason, warn_skipped
 from torchrope_lab.data.folders import matching_parts
 from torchrope_lab.data.images import existing_folder, load_image
 from torchrope_lab.mistakes import Mistake
@@ -79,9 +78,7 @@ class Coco(DenseModule):
     in_channels = 3
     tasks = ("detect",)
 
-    config: CocoConfig
-
-    def __init__(self, config: CocoConfig) -> None:
+    def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
         side = config.size
         self.input_size = (side, side)
@@ -159,51 +156,34 @@ def read_instances(path: Path) -> Instances:
     rule = "annotations must be COCO's JSON of images, annotations and categories"
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise Mistake(f"{rule}, got {path.name}: {' '.join(str(error).split())}") from error
-    for name in ("images", "annotations", "categories"):
-        entries = content.get(name) if isinstance(content, dict) else None
-        if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
-            raise Mistake(f"{rule}, got {path.name} without a list of {name}")
-    images, annotations, categories = content["images"], content["annotations"], content["categories"]
-    names = {one.get("id"): str(one.get("name")) for one in categories}
-    if not names or len(names) < len(categories) or not all(_is_integer(number) for number in names):
+        images, annotations, categories = (content[name] for name in ("images", "annotations", "categories"))
+        names = {one["id"]: str(one["name"]) for one in categories}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Mistake(f"{rule}, got {path.name}: {reason(error)}") from error
+    if not names or len(names) < len(categories):
         raise Mistake(f"ids of categories must be different integers, which those of {path.name} are not")
     faults: list[Fault] = []
     by_id: dict[int, dict[str, Any]] = {}
     for image in images:
         with noted(str(image.get("file_name", path.name)), faults):
-            check_image(image, by_id)
-            by_id[image["id"]] = {**image, "annotations": []}
+            if image["id"] in by_id:
+                raise Mistake(f"image {image['id']} is listed twice")
+            by_id[image["id"]] = {name: image[name] for name in ("file_name", "height", "width")} | {"annotations": []}
     for one in annotations:
         with noted(f"{path.name} annotation {one.get('id')}", faults):
-            number = one.get("image_id")
-            if not _is_integer(number) or number not in by_id:
-                raise Mistake(f"image_id must be the id of a listed image, got {number}")
-            by_id[number]["annotations"].append(one)
+            if one["image_id"] not in by_id:
+                raise Mistake(f"image_id must be the id of a listed image, got {one['image_id']}")
+            by_id[one["image_id"]]["annotations"].append(one)
     return Instances(path.stem, names, by_id, faults)
 
 
 @contextmanager
 def noted(name: str, faults: list[Fault]) -> Iterator[None]:
-    """Add the ValueError of an invalid entry to `faults`."""
+    """Add the error of an invalid entry to `faults`."""
     try:
         yield
-    except ValueError as error:
-        faults.append((name, str(error)))
-
-
-def check_image(image: Mapping[str, Any], previous_ids: Container[int]) -> None:
-    """Raise ValueError if an image's entry is invalid."""
-    if not _is_integer(image.get("id")) or not isinstance(image.get("file_name"), str):
-        raise Mistake(f"image {image.get('id')!r} without an id and a file_name")
-    name = PurePosixPath(image["file_name"])
-    if name.is_absolute() or ".." in name.parts:
-        raise Mistake(f"image {image['id']} is not below the folder of images")
-    if image["id"] in previous_ids:
-        raise Mistake(f"image {image['id']} is listed twice")
-    if not all(_is_integer(image.get(name)) and image[name] > 0 for name in ("height", "width")):
-        raise Mistake(f"image {image['id']} without height and width")
+    except (ValueError, KeyError, TypeError) as error:
+        faults.append((name, reason(error)))
 
 
 def same_categories(of_parts: Mapping[str, Mapping[int, str]]) -> dict[int, str]:
@@ -251,26 +231,11 @@ def image_folder(root: Path, part: str, instances: Instances) -> Path:
 
 def convert_annotation(annotation: Mapping[str, Any], labels: Mapping[int, int], height: int, width: int) -> list[Any]:
     """Convert an annotation to the list in `ImageEntry`, with its box clipped to the image."""
-    category = annotation.get("category_id")
-    if not _is_integer(category) or category not in labels:
+    category, box = annotation["category_id"], annotation["bbox"]
+    if category not in labels:
         raise Mistake(f"category_id must be the id of a category, got {category!r}")
-    box = annotation.get("bbox")
-    if not _are_numbers(box) or len(box) != 4:
-        raise Mistake(f"bbox must be four finite numbers, got {box!r}")
     left, top, wide, high = box
-    if not (wide > 0 and high > 0):
-        raise Mistake(f"bbox must have width and height above 0, got {box}")
     ends = [max(left, 0), max(top, 0), min(left + wide, width), min(top + high, height)]
     if not (ends[0] < ends[2] and ends[1] < ends[3]):
-        raise Mistake(f"bbox must overlap the image of {width}x{height} pixels, got {box}")
+        raise Mistake(f"bbox must have an area in the image of {width}x{height} pixels, got {box}")
     return [labels[category], *ends, annotation.get("id")]
-
-
-def _is_integer(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _are_numbers(values: Any) -> TypeGuard[list[float]]:
-    return isinstance(values, list) and all(
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) for value in values
-    )

@@ -1,15 +1,13 @@
-"""Names and settings of the data sets as plain values; imports no torch."""
+"""Settings of data sets, read from the signatures of their sources; imports no torch."""
 
 import inspect
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import cache, partial
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
-
-from typing_extensions import dataclass_transform  # of typing from Python 3.11 on; torch needs typing_extensions
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_origin, get_type_hints
 
 from torchrope_lab.mistakes import Mistake
 from torchrope_lab.modules import NAME, find_object, load_module
@@ -58,7 +56,6 @@ RandAugmentName = Annotated[
 ]
 Window = Annotated[list[float], Rule("[centre, width above 0]", lambda pair: len(pair) == 2 and pair[1] > 0)]
 Windows = Annotated[list[Window], NOT_EMPTY]
-Kind = TypeVar("Kind", bound="DataConfig")
 
 
 @dataclass
@@ -137,7 +134,8 @@ class AugmentConfig(Augment):
         randaugment: RandAugment (Cubuk et al., arXiv:1909.13719), the same for all frames of a clip: number of
             operations and magnitude (0 to 30) of torchvision's; timm:rand-m9-mstd0.5-inc1 or the like for timm's own
             transform (m magnitude of 10, mstd its noise, n operations, each applied with probability p); or "liere" for
-            LieRE's code, two of its 16 operations before the crop: 22 % of 32x32 images become blank.
+            LieRE's code, two of its 16 operations before the crop: 22 % of 32x32 images become blank. For "volumes" and
+            "rsna" only torchvision's, alike in all slices, without operations on colours.
         crop_padding: Zero padding in pixels on every side before a random crop of the original size (4 for CIFAR).
         three_augment: Apply 3-Augment: greyscale, solarisation or Gaussian blur, each with probability 1/3 (DeiT-III,
             Touvron et al., arXiv:2204.07118).
@@ -164,44 +162,20 @@ class AugmentConfig(Augment):
     three_augment: bool = False
 
 
-def augmented(*names: str, **others: tuple[Any, str]) -> Callable[[type[Kind]], type[Kind]]:
-    """Decorator: give a dataclass of data some settings of `AugmentConfig`, those in `others` with type and text."""
-    known = get_type_hints(AugmentConfig, include_extras=True) | {name: hint for name, (hint, _) in others.items()}
-    texts = "".join(f"    {name}: {text}\n" for name, (_, text) in others.items())
-    chosen = [(name, known[name], field(default=getattr(AugmentConfig, name))) for name in names]
-
-    def add(kind: type[Kind]) -> type[Kind]:
-        place = {"__module__": __name__, "__qualname__": f"{kind.__name__}.Augment"}  # where pickle finds it
-        names = {"__doc__": f"{inspect.getdoc(AugmentConfig)}\n{texts}", **place}
-        augment = make_dataclass("Augment", chosen, bases=(Augment,), namespace=names)
-        kind.__annotations__["augment"] = augment
-        kind.Augment, kind.augment = augment, field(default_factory=augment)  # type: ignore[attr-defined]
-        return kind
-
-    return add
-
-
-_MIXES = ("flip", "mixup", "cutmix", "mix_probability")
-_CROPS = (*_MIXES, "crop_scale", "resize_crop")
-_PICTURES = ("flip", "color_jitter", *_CROPS[1:], "erasing", "randaugment", "crop_padding", "three_augment")
-_OF_VOLUMES = (
-    "RandAugment (Cubuk et al., arXiv:1909.13719) with torchvision's operations: their number and magnitude (0 to 30), "
-    "the same for all slices, without operations on colours."
-)
-_POINTS = ("rotate", "degrees", "shift", "jitter", "drop_points")
-_PHOTOGRAPHS = ("flip", "color_jitter", "scale_jitter")
+MIXES = ("flip", "mixup", "cutmix", "mix_probability")
+POINTS = ("rotate", "degrees", "shift", "jitter", "drop_points")
 
 
 @dataclass
-@augmented()
 class DataConfig(Settings):
-    """Settings that all data sets share; `data_config` builds those of one data set.
+    """Settings that all data sets share, and the texts of those that several have; `data_config` builds those of one.
 
     Attributes:
         name: Name of the data set, see docs/data.md.
         size: Pixels per side of an input, for "ade20k" and "segments" of a training crop, for "coco" of the shorter
             side without `scale_jitter`; for "points" the maximum number of points
-            per example: larger ones are subsampled, at random in every epoch, to the same points in every validation.
+            per example: larger ones are subsampled, at random in every epoch, to the same points in every validation;
+            passed to a source of your own that has this parameter.
         train_size: Number of training examples, with classes as balanced as possible; by default all.
         val_size: Number of validation examples, chosen in the same way.
         batch_size: Examples in one training step.
@@ -217,17 +191,29 @@ class DataConfig(Settings):
         drop_last: Drop the last training batch of an epoch if it is smaller than the others, as DeiT does; with
             `run.compile` all steps then have the same shapes.
         augment: Augmentation of training inputs.
+        normalise: Mean and standard deviation of the channels: "measured" on the training examples, those of
+            "imagenet", "half": mean 0.5 and standard deviation 0.5 (ComRoPE), or "liere": those of LieRE's code.
+        crop_ratio: Side of the validation crop as a fraction of the shorter side: the shorter side is resized to size /
+            crop_ratio and the central `size` × `size` square is cropped. For images, "native" crops without resizing
+            and pads smaller ones with black (LieRE's code): larger sizes show more of a picture.
+        root: Folder of the files, see docs/data.md for the layout. Without it, "cifar10" and "cifar100" are
+            downloaded.
+        max_skipped: Maximum number of unreadable files that are skipped; beyond it, the run ends with an error that
+            lists them.
+        cache_gib: Largest size in GiB of the cache of decoded examples, for all data together, in torch's cache folder;
+            0 disables it. It changes no result.
 
     Raises:
         ValueError: a value is out of range, or the data set does not have a setting of `augment`.
     """
 
     prefix: ClassVar[str] = "--data."
-    module: ClassVar[str]  # "module:Class" of the data module, in torchrope_lab.data
+    source: ClassVar[Callable[..., Any]]  # returns the data, called with its parameters
+    parameters: ClassVar[tuple[str, ...]] = ()
     lattice: ClassVar[bool] = True  # whether examples lie on a lattice
     recipe: ClassVar[str] = "digits"  # default recipe of names that have none
     name: str = "digits"
-    size: PositiveInt = 8
+    size: NonNegativeInt = 0
     train_size: PositiveInt | None = None
     val_size: PositiveInt | None = None
     batch_size: PositiveInt = 64
@@ -244,6 +230,10 @@ class DataConfig(Settings):
         for name in ("root", "labels"):
             if isinstance(path := getattr(self, name, None), str):  # absolute: independent of the working directory
                 setattr(self, name, os.path.abspath(os.path.expanduser(path)))
+        scheme, _, path = self.name.partition(":")
+        folder = os.path.abspath(os.path.expanduser(path))
+        if path and f"{scheme}:" in SOURCES and os.path.isdir(folder):
+            self.name = f"{scheme}:{folder}"
         if self.fold >= (self.folds or 1):
             raise Mistake(f"--data.fold must be below --data.folds, got {self.fold} with {self.folds}")
         if self.folds and self.tuning:
@@ -256,6 +246,15 @@ class DataConfig(Settings):
                     raise unknown_setting(f"augment.{name}", self.name)
             self.augment = own(**changes)
         super().__post_init__()
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:  # a parameter of the source
+            ...
+
+    def __reduce__(self) -> Any:
+        """Pickle by name: the class is built from the source, whose module another process imports."""
+        return _load_settings, ({**vars(self), "augment": vars(self.augment)},)
 
     @staticmethod
     def kind_of(values: dict[str, Any]) -> "type[DataConfig]":
@@ -273,43 +272,6 @@ class DataConfig(Settings):
 
 
 @dataclass
-class RootConfig(DataConfig):
-    """Settings of data in files.
-
-    Attributes:
-        root: Folder of the files, see docs/data.md for the layout. Without it, "cifar10" and "cifar100" are
-            downloaded.
-    """
-
-    root: str | None = None
-
-
-@dataclass
-class FilesConfig(RootConfig):
-    """Settings of data in files, some of which may be unreadable.
-
-    Attributes:
-        max_skipped: Maximum number of unreadable files that are skipped; beyond it, the run ends with an error that
-            lists them.
-    """
-
-    max_skipped: NonNegativeInt = 100
-
-
-@dataclass
-class CachedConfig(FilesConfig):
-    """Settings of data whose examples take long to decode.
-
-    Attributes:
-        cache_gib: Largest size in GiB of the cache of decoded examples, for all data together, in torch's cache folder;
-            0 disables it. It changes no result.
-    """
-
-    cache_gib: NonNegativeFloat = 20.0
-
-
-@dataclass
-@augmented(*_POINTS)
 class TokensConfig(DataConfig):
     """Settings of tokens at any positions, without a lattice.
 
@@ -320,312 +282,70 @@ class TokensConfig(DataConfig):
     """
 
     lattice: ClassVar[bool] = False
+    size: PositiveInt = 1024
     scale: Annotated[list[PositiveFloat], NOT_EMPTY] | None = None
 
 
-@dataclass
-class ColourConfig(DataConfig):
-    """Settings of colour images or videos for classification.
-
-    Attributes:
-        normalise: Mean and standard deviation of the channels: "measured" on the training examples, those of
-            "imagenet", "half": mean 0.5 and standard deviation 0.5 (ComRoPE), or "liere": those of LieRE's code.
-    """
-
-    normalise: Normalisation = "measured"
+SOURCES: dict[str, Callable[[], type[DataConfig]]] = {}
+"""Settings of the built-in data sets, those of `data.sets`, by name; of names such as hf:cifar10 by "hf:"."""
+_RESERVED = ("name", "augment", "prefix", "lattice", "recipe", "source", "parameters")
+"""Names of settings that a parameter of a source must not have."""
 
 
-@dataclass
-class CentredConfig(ColourConfig):
-    """Settings of colour images or videos of any size, of which validation takes the centre crop.
+def data_set(
+    *augment: str, name: str = "", like: Any = None, recipe: str = "digits", lattice: bool = True
+) -> Callable[[Any], Any]:
+    """Decorator: register a source with some settings of `AugmentConfig`; one `like` another has the other's, too."""
 
-    Attributes:
-        crop_ratio: Side of the validation crop as a fraction of the shorter side: the shorter side is resized to size /
-            crop_ratio and the central `size` × `size` square is cropped. For images, "native" crops without resizing
-            and pads smaller ones with black (LieRE's code): larger sizes show more of a picture.
-    """
-
-    crop_ratio: CropRatio = 1.0
-
-
-SETTINGS: dict[str, type[DataConfig]] = {}
-_RESERVED = ("name", "augment", "prefix", "module", "lattice", "recipe", "source", "parameters")
-"""Names of settings that a parameter of a user's source must not have."""
-
-
-@dataclass_transform(field_specifiers=(field,))
-def data_set(name: str, module: str, size: int | None = None) -> Callable[[type[Kind]], type[Kind]]:
-    """Decorator: register a dataclass as the settings of a data set, with its name, "module:Class" and default size."""
-
-    def add(kind: type[Kind]) -> type[Kind]:
-        kind.__annotations__ = {"name": str, "size": PositiveInt, **kind.__annotations__}
-        kind.module, kind.name = module, name
-        kind.size = kind.size if size is None else size
-        SETTINGS[name] = dataclass(kind)
-        return kind
+    def add(source: Any) -> Any:
+        key = name or source.__name__
+        SOURCES[key] = partial(_settings_of, key, source, lattice, recipe, augment, like)
+        return source
 
     return add
 
 
-@data_set("digits", "digits:Digits")
-@augmented(*_CROPS)
-class DigitsConfig(DataConfig):
-    """Handwritten digits of scikit-learn, 8x8 pixels."""
+@cache
+def _settings_of(
+    name: str, source: Any, lattice: bool, recipe: str, augment: tuple[str, ...], like: Any = None
+) -> type[DataConfig]:
+    """Build the settings of a source: those that all have, or of a source that it is like, and its parameters."""
+    base = SOURCES[like.__name__]() if like else DataConfig if lattice else TokensConfig
+    known = get_type_hints(base, include_extras=True)
+    own: list[tuple[str, Any, Any]] = [("name", str, name)]
+    if not like:
+        augmentation = _augmentation(augment)
+        own.append(("augment", augmentation, field(default_factory=augmentation)))
+    parameters = dict.fromkeys(base.parameters)
+    for parameter in inspect.signature(source, eval_str=True).parameters.values():
+        if like and parameter.kind is parameter.VAR_KEYWORD:  # those of the other source
+            continue
+        if parameter.default is parameter.empty or parameter.name in _RESERVED:
+            raise Mistake(f"--data {name}: parameters must have a default and another name, got {parameter}")
+        hint = type(parameter.default) if parameter.annotation is parameter.empty else parameter.annotation
+        hint = hint if get_origin(hint) is Annotated else known.get(parameter.name, hint)
+        own.append((parameter.name, hint, field(default_factory=partial(deepcopy, parameter.default))))
+        parameters[parameter.name] = None
+    namespace = {
+        "source": staticmethod(source),
+        "parameters": tuple(parameters),
+        "lattice": lattice,
+        "recipe": recipe,
+        "__doc__": inspect.getdoc(source) or f"Data of {name}.",
+    }
+    return make_dataclass("SourceConfig", own, bases=(base,), namespace=namespace)
 
 
-@data_set("motion", "motion:Motion")
-class MotionConfig(DigitsConfig):
-    """Clips of moving digits. Default: 2,400 training and 600 validation clips."""
-
-    size: ClipSize = 20
-
-
-@data_set("images", "images:Images", size=64)
-@augmented(*_PICTURES)
-class ImagesConfig(FilesConfig, CentredConfig):
-    """Images in class folders.
-
-    Attributes:
-        pipeline: How training images are read. "exact": decoded, cropped and augmented one by one by the loading
-            processes, with Pillow, as in the papers. "fast": JPEG files are decoded by libjpeg-turbo and cropped as
-            bytes; the distribution is the same up to the resampling filter.
-        interpolation: Resampling filter of crops, with antialiasing.
-    """
-
-    pipeline: Literal["exact", "fast"] = "exact"
-    interpolation: Interpolation = "bilinear"
-
-
-@data_set("cifar10", "cifar:Cifar10", size=32)
-@augmented(*_PICTURES)
-class Cifar10Config(RootConfig, ColourConfig):
-    """CIFAR-10: 32x32 colour images, 10 classes."""
-
-
-@data_set("cifar100", "cifar:Cifar100")
-class Cifar100Config(Cifar10Config):
-    """CIFAR-100: 32x32 colour images, 100 classes."""
-
-
-@data_set("imagenet", "imagenet:ImageNet", size=224)
-class ImageNetConfig(ImagesConfig):
-    """ImageNet-1k: photographs, 1000 classes."""
-
-    normalise: Normalisation = "imagenet"
-    crop_ratio: CropRatio = 0.875
-    interpolation: Interpolation = "bicubic"
-
-
-@data_set("videos", "videos:Videos", size=224)
-@augmented(*_CROPS, "erasing", "randaugment")
-class VideosConfig(CachedConfig, CentredConfig):
-    """Videos in class folders.
-
-    Attributes:
-        frames: Frames per clip.
-        frame_stride: Distance between the frames of a clip, in frames of the video.
-        test_views: Temporal segments and spatial crops of a video over which an evaluation averages logits.
-    """
-
-    crop_ratio: Fraction = 1.0
-    frames: PositiveInt = 8
-    frame_stride: PositiveInt = 4
-    test_views: tuple[PositiveInt, PositiveInt] = (1, 1)
-
-
-@data_set("ucf101", "ucf101:UCF101")
-class UCF101Config(VideosConfig):
-    """UCF101: videos of 101 actions.
-
-    Attributes:
-        split: Official split, 1 to 3.
-    """
-
-    split: Annotated[int, at_least(1, 3)] = 1
-
-
-@data_set("volumes", "volumes:Volumes", size=224)
-@augmented(*_MIXES, "erasing", "randaugment", randaugment=(RandAugment | None, _OF_VOLUMES))
-class VolumesConfig(CachedConfig):
-    """Volumes in DICOM or NIfTI files.
-
-    Attributes:
-        frames: Slices per volume.
-        labels: Table of the labels. Default: root/labels.csv, for "rsna" root/stage_2_train.csv.
-        windows: Intensity windows [centre, width], one per channel, in the unit of the file (Hounsfield units for CT).
-            Default: one channel, from the 0.5th to the 99.5th percentile of each volume.
-    """
-
-    frames: PositiveInt = 32
-    labels: str | None = None
-    windows: Windows | None = None
-
-
-@data_set("rsna", "rsna:RSNA")
-class RSNAConfig(VolumesConfig):
-    """CT of the head; default windows: brain, subdural and soft tissue."""
-
-    windows: Windows | None = field(default_factory=lambda: [[40.0, 80.0], [80.0, 200.0], [40.0, 380.0]])
-
-
-@data_set("points", "points:Points", size=1024)
-class PointsConfig(TokensConfig, FilesConfig):
-    """Sets of points in tables.
-
-    Attributes:
-        axes: Names of the position columns. Default: those of t (or time, timestamp), x, y, z in the first file.
-        features: Names of the feature columns. Default: all other columns of the first file.
-        label: Name of the class column, with one value per example. Default: the sub-folder is the class.
-        example: Name of the column that tells the examples of a file apart; those of one value, in several files, are
-            in one part and fold. Default: a file is one example.
-        coordinates: Whether tokens include the coordinates of their point, relative to the mean of the example's points
-            and divided by half the extent. Default: only if there are no features, because attention over identical
-            tokens does not depend on positions.
-    """
-
-    axes: list[str] | None = None
-    features: list[str] | None = None
-    label: str | None = None
-    example: str | None = None
-    coordinates: bool | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        named = [*(self.axes or ()), *(self.features or ()), *filter(None, [self.label, self.example])]
-        if self.axes == [] or len(set(named)) < len(named):
-            rule = "--data.axes must name one column or more, and no column twice with features, label and example"
-            raise Mistake(f"{rule}, got {','.join(named) or 'none'}")
-
-
-@data_set("coco", "coco:Coco", size=800)
-@augmented(*_PHOTOGRAPHS, "multi_scale")
-class CocoConfig(FilesConfig):
-    """COCO, or other data in its format."""
-
-
-@data_set("ade20k", "maps:ADE20k", size=512)
-@augmented(*_PHOTOGRAPHS, "max_class_share")
-class ADE20kConfig(FilesConfig):
-    """ADE20k: photographs with maps of 150 classes."""
-
-
-@data_set("segments", "maps:Segments")
-class SegmentsConfig(ADE20kConfig):
-    """Images and masks in folders."""
-
-
-@dataclass
-@augmented(*_MIXES)
-class SourceConfig(DataConfig):
-    """Settings of data on a lattice that a user's function or class returns; its parameters are settings too.
-
-    Attributes:
-        size: Passed to a source with this parameter.
-    """
-
-    module: ClassVar[str] = "source:Source"
-    source: ClassVar[Callable[..., Any]]
-    parameters: ClassVar[tuple[str, ...]] = ()
-    size: NonNegativeInt = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.lattice and self.size and "size" not in self.parameters:
-            raise Mistake(f"--data.size is for sources with a parameter size, got --data {self.name}")
-
-    def __reduce__(self) -> Any:
-        """Pickle by name: the class is built from the source, whose module another process imports."""
-        return _load_settings, ({f.name: getattr(self, f.name) for f in fields(self)},)
-
-
-@dataclass
-@augmented(*_POINTS)
-class PointSourceConfig(TokensConfig, SourceConfig):
-    """Settings of tokens at any positions that a user's function or class returns."""
-
-    module: ClassVar[str] = "source:PointSource"
-    recipe: ClassVar[str] = "points"
-    size: PositiveInt = 1024
-
-
-@dataclass
-class HubConfig(ImageNetConfig):
-    """Images of a data set of the Hugging Face Hub, or of a folder that the package datasets reads, as for "imagenet".
-
-    Attributes:
-        subset: Name of the configuration, for data sets that have several.
-        train_split: Name of the training split.
-        val_split: Name of the validation split. Default: the first of validation, val, valid and test that exists; if
-            none does, a fifth of each class is held out.
-        image: Name of the column of images. Default: the only one of this type.
-        label: Name of the column of classes. Default: the only one of this type.
-    """
-
-    module: ClassVar[str] = "hub:HubImages"
-    recipe: ClassVar[str] = "images"
-    name: str = "hf:"
-    size: PositiveInt = 64
-    subset: str | None = None
-    train_split: str = "train"
-    val_split: str | None = None
-    image: str | None = None
-    label: str | None = None
-
-    def __post_init__(self) -> None:
-        self.name = _with_absolute_path(self.name)
-        super().__post_init__()
-
-
-@dataclass
-class WebDatasetConfig(ImageNetConfig):
-    """Images in tar shards of webdataset's format, in a folder as for "imagenet"; root is that of the name."""
-
-    module: ClassVar[str] = "hub:WebDataset"
-    recipe: ClassVar[str] = "images"
-    name: str = "webdataset:"
-    size: PositiveInt = 64
-
-    def __post_init__(self) -> None:
-        self.name = _with_absolute_path(self.name)
-        self.root = self.root or self.name.partition(":")[2]
-        super().__post_init__()
-
-
-SCHEMES: dict[str, type[DataConfig]] = {"hf": HubConfig, "webdataset": WebDatasetConfig}
-"""Settings of names such as hf:cifar10, by what precedes the colon."""
-
-
-def _with_absolute_path(name: str) -> str:
-    """Make the folder of a name such as hf:folder independent of the working directory."""
-    scheme, _, path = name.partition(":")
-    folder = os.path.abspath(os.path.expanduser(path))
-    return f"{scheme}:{folder}" if path and os.path.isdir(folder) else name
+def _augmentation(names: Sequence[str]) -> type[AugmentConfig]:
+    """Build a dataclass of some settings of `AugmentConfig`."""
+    known = get_type_hints(AugmentConfig, include_extras=True)
+    chosen = [(name, known[name], field(default=getattr(AugmentConfig, name))) for name in names]
+    return make_dataclass("Augment", chosen, bases=(Augment,), namespace={"__doc__": AugmentConfig.__doc__})
 
 
 def _load_settings(values: dict[str, Any]) -> DataConfig:
     load_module(values["name"])
     return data_config(**values)
-
-
-@cache
-def _settings_of_source(name: str, source: Callable[..., Any]) -> type[SourceConfig]:
-    """Build the settings of a user's source: those that all sources have, and its parameters."""
-    base = SourceConfig if getattr(source, "lattice", True) else PointSourceConfig
-    known, own = get_type_hints(base, include_extras=True), []
-    parameters = inspect.signature(source, eval_str=True).parameters.values()
-    for parameter in parameters:
-        if parameter.default is parameter.empty or parameter.name in _RESERVED:
-            raise Mistake(f"--data {name}: parameters must have a default and another name, got {parameter}")
-        hint = type(parameter.default) if parameter.annotation is parameter.empty else parameter.annotation
-        default: Any = field(default_factory=partial(deepcopy, parameter.default))
-        own.append((parameter.name, known.get(parameter.name, hint), default))
-    namespace = {
-        "name": name,
-        "source": staticmethod(source),
-        "parameters": tuple(parameter.name for parameter in parameters),
-        "__doc__": inspect.getdoc(source) or base.__doc__,
-    }
-    return make_dataclass("SourceConfig", [("name", str, name), *own], bases=(base,), namespace=namespace)
 
 
 def data_config(name: str = "digits", **settings: Any) -> DataConfig:
@@ -635,28 +355,33 @@ def data_config(name: str = "digits", **settings: Any) -> DataConfig:
 
 def with_crop_ratio(config: DataConfig, crop_ratio: CropRatio) -> DataConfig:
     """Return the settings with another crop_ratio."""
-    option, kind = ("--crop-ratio native", ImagesConfig) if crop_ratio == NATIVE else ("--crop-ratio", CentredConfig)
-    if not isinstance(config, kind):
-        names = [name for name, each in SETTINGS.items() if issubclass(each, kind)]
-        raise Mistake(f"{option} is for {', '.join(names)}, got data set {config.name}")
-    return replace(config, crop_ratio=crop_ratio)
+    # Only images, which have a filter of interpolation, may be cropped without resizing.
+    native, changes = crop_ratio == NATIVE, {"crop_ratio": crop_ratio}
+    option, setting = ("--crop-ratio native", "interpolation") if native else ("--crop-ratio", "crop_ratio")
+    if not hasattr(config, setting):
+        raise Mistake(f"{option} is for {', '.join(data_sets_with(setting))}, got data set {config.name}")
+    return replace(config, **changes)  # type: ignore[arg-type]
 
 
 def settings_of(name: str) -> type[DataConfig]:
     """Return the settings class of a data set, of hf:NAME or webdataset:FOLDER, or of a source in a loaded module."""
-    if name in SETTINGS:
-        return SETTINGS[name]
-    scheme, _, path = name.partition(":")
-    if scheme in SCHEMES and path:
-        return SCHEMES[scheme]
+    scheme, colon, path = name.partition(":")
+    if scheme + colon in SOURCES and bool(colon) == bool(path):
+        return SOURCES[scheme + colon]()
     if NAME.fullmatch(name):
         source = find_object(name, "function or class", inspect.isroutine)
         if not callable(source):
             raise Mistake(f"--data {name} must be a function or a class, got {type(source).__name__}")
-        return _settings_of_source(name, source)
+        lattice = getattr(source, "lattice", True)
+        return _settings_of(name, source, lattice, *(("digits", MIXES) if lattice else ("points", POINTS)))
     others = "hf:NAME, webdataset:FOLDER, mypackage.module:source or FILE.py:source"
-    rule = f"--data must be one of {', '.join(DATA_NAMES)}, {others}"
-    raise Mistake(f"{rule}, got {name!r}{suggestion(closest(name, DATA_NAMES))}")
+    rule = f"--data must be one of {', '.join(built_in())}, {others}"
+    raise Mistake(f"{rule}, got {name!r}{suggestion(closest(name, built_in()))}")
+
+
+def built_in() -> list[str]:
+    """List the built-in data sets."""
+    return [name for name in SOURCES if ":" not in name]
 
 
 def changed(config: Any) -> dict[str, Any]:
@@ -673,7 +398,7 @@ def options(kind: type) -> list[str]:
 
 def data_sets_with(setting: str) -> list[str]:
     """List the data sets that have a setting."""
-    return [name for name, kind in SETTINGS.items() if setting in options(kind)]
+    return [name for name in built_in() if setting in options(settings_of(name))]
 
 
 def unknown_setting(setting: str, name: str) -> Mistake:
@@ -683,7 +408,3 @@ def unknown_setting(setting: str, name: str) -> Mistake:
         return Mistake(f"{option} is for {', '.join(data_sets_with(setting))}, got --data {name}")
     known = [f"--data.{known}" for known in options(settings_of(name))]
     return Mistake(f"there is no option {option} of {name}{suggestion(closest(option, known))}")
-
-
-DATA_NAMES = tuple(SETTINGS)
-NAMES_DENSE = tuple(name for name, kind in SETTINGS.items() if "augment.scale_jitter" in options(kind))

@@ -41,8 +41,7 @@ def some_of(examples: Any) -> range:
 class DataModule(pl.LightningDataModule, ABC):
     """A data set with its training and validation batches.
 
-    A subclass MUST set the attributes below and define `datasets`. All are set after `setup()`; except for folders of
-    images, the constructor already sets them.
+    A subclass MUST set the attributes below and define `datasets`. All are set after `setup()`.
 
     Attributes:
         name: Name in `DataConfig`.
@@ -260,7 +259,7 @@ class DataModule(pl.LightningDataModule, ABC):
             examples = self._examples(self.input_size, seed)
             batches = BatchSampler(sampler, batch_size, self.config.drop_last)
         generator = torch.Generator().manual_seed(seed)  # seeds worker processes
-        return self._loader(examples, batches=batches, generator=generator)
+        return self._loader(examples, batches, generator)
 
     def sampler(self, train: Dataset, seed: int, epoch: int, replicas: int, rank: int) -> Sampler:
         """Order one process's training examples of an epoch."""
@@ -318,7 +317,7 @@ class DataModule(pl.LightningDataModule, ABC):
         if devices == 1:  # as large as possible
             ends = [*range(0, total, batch_size), total]
         batches = [list(mine[start:end]) for start, end in pairwise(ends)]
-        return self._loader(val, batches=batches)
+        return self._loader(val, batches)
 
     def _with_spacing(self, dataset: Dataset) -> Dataset:
         """Return the data set with voxel spacings in its samples if `returns_spacing` is set."""
@@ -343,12 +342,9 @@ class DataModule(pl.LightningDataModule, ABC):
         order = self.sampler(train, self._seed, epoch, 1, 0)
         return Repeated(order, repeats, len(train), self.config.batch_size, replicas, rank)  # type: ignore[arg-type]
 
-    def _loader(
-        self, dataset: Dataset, batch_size: int = 1, batches: Any = None, generator: torch.Generator | None = None
-    ) -> DataLoader:
-        """Return a loader of `batches`, or of batches in order."""
-        order = {"batch_size": batch_size} if batches is None else {"batch_sampler": batches}
-        options: dict[str, Any] = {**order, "generator": generator}
+    def _loader(self, dataset: Dataset, batches: Any, generator: torch.Generator | None = None) -> DataLoader:
+        """Return a loader of batches of indices."""
+        options: dict[str, Any] = {"batch_sampler": batches, "generator": generator}
         if self.config.workers:
             options.update(num_workers=self.config.workers, prefetch_factor=self.config.prefetch)
         return Loader(dataset, **options)

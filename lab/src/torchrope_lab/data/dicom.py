@@ -1,7 +1,6 @@
 """DICOM files: an index of their headers, slices sorted by position, values in Hounsfield units."""
 
 import math
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -18,7 +17,6 @@ from torchrope_lab.data.cache import index_of, read_files
 from torchrope_lab.data.faults import Fault
 from torchrope_lab.mistakes import Mistake
 
-INDEX_NAME = ".torchrope-headers.json"
 INDEX_VERSION = "2"
 NEEDED = [
     "SOPInstanceUID",
@@ -72,13 +70,10 @@ def read_header(path: Path) -> Header:
     )
 
 
-def index_headers(root: Path, paths: Sequence[str], *, folder: Path) -> tuple[dict[str, Header], list[Fault]]:
-    """Read the headers of all files; they are cached in root/.torchrope-headers.json, or in `folder`."""
-    # `folder` is used if root is not writable.
-    index = root / INDEX_NAME if os.access(root, os.W_OK) else folder / index_of(root, "headers").name
-    headers, faults = read_files(
-        root, paths, read_header, index, version=INDEX_VERSION, doing="Reading headers of slices"
-    )
+def index_headers(root: Path, paths: Sequence[str]) -> tuple[dict[str, Header], list[Fault]]:
+    """Read the headers of all files once."""
+    index, doing = index_of(root, "headers"), "Reading headers of slices"
+    headers, faults = read_files(root, paths, read_header, index, version=INDEX_VERSION, doing=doing)
     return {path: Header(*header) for path, header in headers.items()}, faults
 
 
@@ -141,8 +136,6 @@ def read_slice(path: Path, *, wrapped: bool = False) -> torch.Tensor:
             values = (values.astype(np.int32) + 1000) % 4096 - 1000
         else:
             values = apply_modality_lut(values, dataset).astype(np.float32)
-    if values.ndim != 2:
-        raise Mistake(f"a slice must be 2-dimensional, got the shape {values.shape}")
     return finite(torch.from_numpy(values.astype(np.float32)))
 
 

@@ -25,6 +25,7 @@ class TooManyFaults(Mistake):
 def reason(error: Exception) -> str:
     """Describe an error of a decoder in one line."""
     text = " ".join(str(error).split()) or type(error).__name__
+    text = f"no {text}" if isinstance(error, KeyError) else text
     return "truncated" if "truncated" in text.lower() else text
 
 
@@ -50,7 +51,10 @@ def attempt(read: Callable[[A], T], argument: A) -> tuple[T | None, Exception | 
 
 
 def warn_skipped(faults: Sequence[Fault], total: int, limit: int, kind: str = "files") -> None:
-    """Warn about skipped files in one line; raise TooManyFaults, which lists all, if there are more than `limit`."""
+    """Warn about skipped files in one line; raise ValueError if they are all, or more than `limit`, with a list."""
+    if len(faults) == total:
+        named = f": {name_some(faults)}" if faults else ""
+        raise Mistake(f"--data.root must hold readable {kind}, found 0 of {total}{named}")
     if len(faults) > limit:
         raise _too_many(faults, limit, kind)
     if faults:
@@ -59,9 +63,12 @@ def warn_skipped(faults: Sequence[Fault], total: int, limit: int, kind: str = "f
 
 def name_some(faults: Sequence[Fault], number: int = NAMED_IN_WARNING) -> str:
     """List the first files with their faults, and count the others."""
-    named = [f"{path} ({fault})" for path, fault in faults[:number]]
-    others = len(faults) - len(named)
-    return ", ".join(named) + (f" and {others} more" if others else "")
+    return first_of([f"{path} ({fault})" for path, fault in faults], number)
+
+
+def first_of(names: Sequence[str], number: int = NAMED_IN_WARNING) -> str:
+    """List the first names, and count the others."""
+    return ", ".join(names[:number]) + (f" and {len(names) - number} more" if len(names) > number else "")
 
 
 class Skipping(Generic[T]):

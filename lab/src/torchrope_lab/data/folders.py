@@ -5,9 +5,8 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from torchrope_lab.mistakes import Mistake
+from torchrope_lab.data.faults import first_of
 
-NAMED_IN_WARNING = 5
 ADDED = ("__macosx", "thumbs.db", "ehthumbs.db", "desktop.ini", "@eadir")
 
 logger = logging.getLogger(__name__)
@@ -25,17 +24,14 @@ def is_system_file(name: str) -> bool:
 
 def subfolders(folder: Path) -> list[str]:
     """List the names of the folders in a folder, sorted."""
-    try:
-        return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not is_system_file(entry.name))
-    except OSError as error:
-        raise unreadable_folder(error) from error
+    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not is_system_file(entry.name))
 
 
 def files_below(folder: Path, root: Path, extensions: Sequence[str] = ("",)) -> list[str]:
     """List the files in `folder` at any depth with one of the extensions (any case), as sorted paths below `root`."""
 
-    def refuse(error: OSError) -> None:
-        raise unreadable_folder(error) from error
+    def refuse(error: OSError) -> None:  # by default a folder that cannot be listed is empty
+        raise error
 
     paths = []
     for parent, folders, files in os.walk(folder, onerror=refuse):
@@ -66,11 +62,4 @@ def warn_unread(root: Path, read: Iterable[str], kind: str) -> None:
     read_paths = set(read)
     others = [path for path in files_below(root, root) if path not in read_paths]
     if others:
-        named = ", ".join(others[:NAMED_IN_WARNING])
-        more = f" and {len(others) - NAMED_IN_WARNING} more" if len(others) > NAMED_IN_WARNING else ""
-        logger.warning("not read because they are not %s: %s%s", kind, named, more)
-
-
-def unreadable_folder(error: OSError) -> Mistake:
-    """Return the ValueError for a folder that cannot be listed."""
-    return Mistake(f"every folder below --data.root must be readable, got {error.filename!r}: {error.strerror}")
+        logger.warning("not read because they are not %s: %s", kind, first_of(others))

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from torch import Tensor
 
-from torchrope_lab.data.config import HubConfig, WebDatasetConfig
+from torchrope_lab.data.config import DataConfig
 from torchrope_lab.data.crops import CropTransform
 from torchrope_lab.data.imagenet import ImageNet
 from torchrope_lab.data.images import CroppedImages, ImageSet, Sample, select_examples, split_parts
@@ -55,9 +55,7 @@ class HubImages(CroppedImages):
 
     crop_scale = ImageNet.crop_scale
 
-    config: HubConfig
-
-    def __init__(self, config: HubConfig) -> None:
+    def __init__(self, config: DataConfig) -> None:
         import_module("datasets")  # raises before training if it is missing
         super().__init__(config)
         self.name = self.title = config.name
@@ -86,12 +84,9 @@ class HubImages(CroppedImages):
         label = find_column(features, config.label, ClassLabel, "label", self.name)
         values = {part: list(splits[name][label]) for part, name in names.items()}
         for part, name in names.items():
-            if None in values[part]:
-                rule = f"column {label} of {name} of {self.name} must have a class in each row"
-                raise Mistake(f"{rule}, got none in row {values[part].index(None)}")
-            if nested := [type(value).__name__ for value in values[part] if isinstance(value, list | dict)]:
+            if strange := [value for value in values[part] if not isinstance(value, int | float | str)]:
                 rule = f"column {label} of {name} of {self.name} must have one class in each row"
-                raise Mistake(f"{rule}, got {nested[0]}: multi-label classification is not supported")
+                raise Mistake(f"{rule}, got {strange[0]!r}")
         if isinstance(features[label], ClassLabel):
             self.classes = tuple(features[label].names)
             index = {number: number for number in range(len(self.classes))}
@@ -126,9 +121,7 @@ class WebDataset(ImageNet):
 
     # Shards are read at random by offset, from files: the order of a stream could not be resumed exactly.
 
-    config: WebDatasetConfig
-
-    def __init__(self, config: WebDatasetConfig) -> None:
+    def __init__(self, config: DataConfig) -> None:
         if "://" in config.name:
             rule = f"--data {config.name} must be a folder of shards, *train*.tar and *val*.tar"
             raise Mistake(f"{rule}; download them first, since training reads them in random order")
@@ -140,7 +133,7 @@ class WebDataset(ImageNet):
     slug = HubImages.slug
 
 
-def load_splits(config: HubConfig) -> Mapping[str, Any]:
+def load_splits(config: DataConfig) -> Mapping[str, Any]:
     """Load a data set of the Hub, or a folder, with the package datasets; its rows by name of the split."""
     from datasets import DatasetDict, load_dataset, load_from_disk
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset, Sampler
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from torchrope_lab.data.config import ImageNetConfig
+from torchrope_lab.data.config import DataConfig
 from torchrope_lab.data.faults import name_some, warn_skipped
 from torchrope_lab.data.folders import files_below, matching_parts, subfolders
 from torchrope_lab.data.images import (
@@ -46,11 +46,12 @@ class ImageNet(CroppedImages):
     title = "ImageNet"
     crop_scale = (0.08, 1.0)
 
-    def __init__(self, config: ImageNetConfig) -> None:
+    def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
         side = config.size
         self.classes = ()
-        self.root = existing_folder(config.root, "imagenet", f"{LAYOUT}; from {SOURCE}")
+        root = config.root or config.name.partition(":")[2] or None  # of webdataset:FOLDER
+        self.root = existing_folder(root, "imagenet", f"{LAYOUT}; from {SOURCE}")
         self.description = f"Photographs of ImageNet, cropped to {side}×{side} colour pixels; the class is the synset."
 
     def datasets(self) -> tuple[ImageSet, ImageSet]:

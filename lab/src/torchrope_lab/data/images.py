@@ -18,10 +18,10 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as image_ops
 
 from torchrope_lab.data.cache import index_of, read_files
-from torchrope_lab.data.config import NATIVE, ImagesConfig
+from torchrope_lab.data.config import NATIVE, DataConfig
 from torchrope_lab.data.crops import CropTransform, centre, random_crop
 from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.data.faults import name_some, reason, warn_skipped
+from torchrope_lab.data.faults import reason, warn_skipped
 from torchrope_lab.data.folders import files_below, subfolders, warn_unread
 from torchrope_lab.data.shards import Sample, Shards
 from torchrope_lab.data.streamed import StreamedSet
@@ -111,10 +111,9 @@ class CroppedImages(DataModule):
     in_channels = 3
     crop_scale = CROP_SCALE
 
-    config: ImagesConfig
     root: Path
 
-    def __init__(self, config: ImagesConfig) -> None:
+    def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
         self.input_size = (config.size, config.size)
         self.other_sizes = "cropped" if config.crop_ratio == NATIVE else "read"
@@ -157,12 +156,11 @@ class Images(CroppedImages):
 
     name = "images"
 
-    def __init__(self, config: ImagesConfig) -> None:
+    def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
         self.root = existing_folder(config.root)
         self.folders, self.classes = find_classes(self.root)
         self.title = f"Images in {self.root.name}"
-        self.description = f"Images from the folder {self.root.name}; the class is the sub-folder."
 
     def datasets(self) -> tuple[ImageSet, ImageSet]:
         """Check the files, split, select `train_size` and `val_size` images, and measure mean and std."""
@@ -193,11 +191,6 @@ class Images(CroppedImages):
             explain=explain_fault,
         )
         transparent = self._transparent = {path for path, is_transparent in found.items() if is_transparent}
-        if len(self.skipped) == len(paths):
-            raise Mistake(
-                f"--data.root must hold readable images ({' '.join(IMG_EXTENSIONS)}), found 0 in {str(self.root)!r}"
-                + (f": {name_some(self.skipped)}" if paths else "")
-            )
         warn_skipped(self.skipped, len(paths), self.config.max_skipped, "images")
         if transparent:
             logger.warning("%d of %d images are transparent and composed on white", len(transparent), len(paths))
@@ -207,35 +200,30 @@ class Images(CroppedImages):
 
 def existing_folder(root: str | None, kind: str = "images", layout: str = LAYOUT) -> Path:
     """Return the absolute path of root."""
-    if not root:
-        raise Mistake(f"--data.root must be given for {kind} ({layout}), got {root!r}")
-    folder = Path(root).expanduser()
-    if not folder.is_dir():
-        received = "a file" if folder.exists() else "which does not exist"
-        raise Mistake(f"--data.root must be a folder with {kind} ({layout}), got {root!r}, {received}")
-    return folder.resolve()
+    if not root or not Path(root).is_dir():
+        raise Mistake(f"--data.root must be a folder with {kind} ({layout}), got {root!r}")
+    return Path(root).resolve()
 
 
 def find_classes(root: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
     """Return the folders of the class folders, `{"train": ..., "val": ...}` or `{"": root}`, and the class names."""
     names = subfolders(root)
     check_parts(root, names)
-    if not names:
-        raise Mistake(f"--data.root must hold one sub-folder per class ({LAYOUT}), found 0 in {str(root)!r}")
     # A class may be called train: only a folder with sub-folders is a part.
     parts = {part: root / part for part in PARTS if part in names and subfolders(root / part)}
-    if not parts:
-        return {"": root}, at_least_two(names, root)
     if len(parts) == 1:
         raise Mistake(
             f"--data.root must hold train and val with one sub-folder per class in each, got {', '.join(names)}"
         )
-    train, val = (subfolders(folder) for folder in parts.values())
-    if train != val:
-        differences = [f"{name!r} in train only" for name in train if name not in val]
-        differences += [f"{name!r} in val only" for name in val if name not in train]
+    classes, *of_val = [subfolders(folder) for folder in parts.values()] or [names]
+    if of_val and classes != of_val[0]:
+        differences = [f"{name!r} in train only" for name in classes if name not in of_val[0]]
+        differences += [f"{name!r} in val only" for name in of_val[0] if name not in classes]
         raise Mistake(f"train and val must have the same classes, got {', '.join(differences)}")
-    return parts, at_least_two(train, root)
+    if len(classes) < 2:
+        rule = f"--data.root must hold one sub-folder per class, two or more ({LAYOUT})"
+        raise Mistake(f"{rule}, got {', '.join(classes) or 'none'} in {str(root)!r}")
+    return parts or {"": root}, tuple(classes)
 
 
 def check_parts(root: Path, names: Sequence[str], *, with_folders: bool = True) -> None:
@@ -244,13 +232,6 @@ def check_parts(root: Path, names: Sequence[str], *, with_folders: bool = True) 
         return
     if not with_folders or all(subfolders(root / name) for name in names):
         raise Mistake(f"parts must be called train and val, got {', '.join(names)} in {str(root)!r}")
-
-
-def at_least_two(names: list[str], root: Path) -> tuple[str, ...]:
-    """Return the class names; raises ValueError if there are fewer than two."""
-    if len(names) < 2:
-        raise Mistake(f"--data.root must hold at least two classes ({LAYOUT}), got only {names[0]!r} in {str(root)!r}")
-    return tuple(names)
 
 
 def list_samples(

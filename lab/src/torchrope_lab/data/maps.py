@@ -13,7 +13,7 @@ from torch import Tensor
 from torchvision import tv_tensors
 
 from torchrope_lab.data.cache import index_of, read_files
-from torchrope_lab.data.config import ADE20kConfig, SegmentsConfig
+from torchrope_lab.data.config import DataConfig
 from torchrope_lab.data.dense import (
     IGNORED,
     DenseModule,
@@ -59,9 +59,7 @@ class MapModule(DenseModule):
     root: Path
     first: int
 
-    config: ADE20kConfig
-
-    def __init__(self, config: ADE20kConfig) -> None:
+    def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
         self.input_size = (config.size, config.size)
 
@@ -99,9 +97,7 @@ class ADE20k(MapModule):
     title = "ADE20k"
     first = 1
 
-    config: ADE20kConfig
-
-    def __init__(self, config: ADE20kConfig) -> None:
+    def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
         root = existing_folder(config.root, "ADE20k", ADE20K_LAYOUT)
         self.root = root / ADE20K if (root / ADE20K).is_dir() else root
@@ -132,17 +128,14 @@ class Segments(MapModule):
     name = "segments"
     first = 0
 
-    config: SegmentsConfig
-
-    def __init__(self, config: SegmentsConfig) -> None:
+    def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
         self.root = existing_folder(config.root, "segments", SEGMENTS_LAYOUT)
-        if not (self.root / "images").is_dir() or not (self.root / "masks").is_dir():
+        images, masks = self.root / "images", self.root / "masks"
+        self.parts = [part for part in ("train", "val") if (images / part).is_dir()] or [""]
+        if not images.is_dir() or not masks.is_dir() or self.parts == ["val"]:
             raise Mistake(f"--data.root must hold {SEGMENTS_LAYOUT}; got {str(self.root)!r}")
-        check_parts(self.root / "images", subfolders(self.root / "images"), with_folders=False)
-        self.parts = [part for part in ("train", "val") if (self.root / "images" / part).is_dir()] or [""]
-        if self.parts == ["val"]:
-            raise Mistake(f"--data.root must hold {SEGMENTS_LAYOUT}; got val without train in {str(self.root)!r}")
+        check_parts(images, subfolders(images), with_folders=False)
         names = self.root / SEGMENTS_CLASSES
         self.classes = self.map_classes = read_names(names) if names.is_file() else ()
         self.title = f"Segments in {self.root.name}"
@@ -230,9 +223,8 @@ def read_ade20k_classes(path: Path) -> tuple[str, ...]:
     names = [(row.get("Name") or "").strip() for row in rows]
     indices = [(row.get("Idx") or "").strip() for row in rows]
     if not all(names) or indices != [str(number) for number in range(1, len(rows) + 1)] or not 2 <= len(rows) <= 254:
-        columns = f"{', '.join(map(str, rows[0]))}, Idx {', '.join(indices):.40}" if rows else "no rows"
         rule = f"{path.name} must have the tab-separated columns Idx (1, 2, ...) and Name, 2 to 254 rows"
-        raise Mistake(f"{rule}, got {columns} in {path}")
+        raise Mistake(f"{rule}, got Idx {', '.join(indices) or 'none':.40} in {path}")
     first = [name.split(",")[0].strip() for name in names]
     counts = Counter(first)
     return tuple(short if counts[short] == 1 else name for short, name in zip(first, names, strict=True))
@@ -242,9 +234,8 @@ def read_names(path: Path) -> tuple[str, ...]:
     """Read class names, one per line."""
     names = [name.strip() for name in path.read_text(encoding="utf-8-sig").rstrip().split("\n")]
     if not 2 <= len(names) <= IGNORED or len(set(names)) < len(names) or "" in names:
-        faults = ", some twice or empty" if len(set(names)) < len(names) or "" in names else ""
         rule = f"{path.name} must name 2 to {IGNORED} different classes, one per line"
-        raise Mistake(f"{rule}, got {len(names)}{faults}")
+        raise Mistake(f"{rule}, got {', '.join(map(repr, names)):.60}")
     return tuple(names)
 
 

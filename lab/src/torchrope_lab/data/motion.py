@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchrope_lab.data.config import MotionConfig
+from torchrope_lab.data.config import DataConfig
 from torchrope_lab.data.digits import DIGIT_SIZE, split_digits
 from torchrope_lab.data.in_memory import InMemory
 from torchrope_lab.mistakes import Mistake
@@ -39,9 +39,7 @@ class Motion(InMemory):
     axes = ("time", "height", "width")
     classes = tuple(VELOCITIES)
 
-    config: MotionConfig
-
-    def __init__(self, config: MotionConfig) -> None:
+    def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
         side = config.size
         self.input_size = (FRAMES, side, side)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from torchrope_lab.data.config import PointsConfig
-from torchrope_lab.data.faults import find_faults, name_some, reason, warn_skipped
+from torchrope_lab.data.config import DataConfig
+from torchrope_lab.data.faults import find_faults, reason, warn_skipped
 from torchrope_lab.data.folders import files_below, subfolders, warn_unread
 from torchrope_lab.data.images import (
     PARTS,
@@ -53,10 +53,12 @@ class Points(TokensModule):
 
     name = "points"
 
-    config: PointsConfig
-
-    def __init__(self, config: PointsConfig) -> None:
+    def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
+        named = [*(config.axes or ()), *(config.features or ()), *filter(None, [config.label, config.example])]
+        if config.axes == [] or len(set(named)) < len(named):
+            rule = "--data.axes must name one column or more, and no column twice with features, label and example"
+            raise Mistake(f"{rule}, got {','.join(named) or 'none'}")
         self.root = existing_folder(config.root, KIND, LAYOUT)
         if config.label is None:
             self.folders, self.classes = find_classes(self.root)
@@ -66,7 +68,6 @@ class Points(TokensModule):
             whole = {*PARTS} <= {*names}
             self.folders = {part: self.root / part for part in PARTS} if whole else {"": self.root}
         self.title = f"Points in {self.root.name}"
-        self.description = f"Sets of points from the folder {self.root.name}."
 
     @property
     def with_coordinates(self) -> bool:
@@ -145,9 +146,6 @@ class Points(TokensModule):
                 except ValueError as error:
                     faults.append((name, reason(error)))
         self.skipped = sorted(faults)
-        if not examples:
-            named = f": {name_some(self.skipped)}" if faults else ""
-            raise Mistake(f"--data.root must hold readable {KIND}, found 0 in {str(self.root)!r}{named}")
         warn_skipped(self.skipped, len(examples) + len(faults), config.max_skipped, "sets of points")
         return examples
 
@@ -166,12 +164,10 @@ class Points(TokensModule):
     def _groups(self, path: str, table: Columns) -> dict[str, np.ndarray]:
         """Return the rows of every example by name: all of them, or those with one value in the column `example`."""
         config = self.config
-        wanted = (*self.axes, *self.features, *filter(None, [config.example]))
+        wanted = (*self.axes, *self.features, *filter(None, [config.label, config.example]))
         missing = [name for name in wanted if name not in table]
         if missing:
             raise Mistake(f"columns must include {', '.join(wanted)}; missing: {', '.join(missing)}")
-        if config.label is not None and config.label not in table:
-            raise Mistake(f"columns must include {config.label}, the class, got {', '.join(table)}")
         count = len(table[self.axes[0]])
         if not count:
             raise Mistake("a table must have 1 row or more, got 0")

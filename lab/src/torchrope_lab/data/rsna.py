@@ -3,13 +3,11 @@
 import logging
 from pathlib import Path
 
-from torchrope_lab.data.cache import cache_folder
-from torchrope_lab.data.config import RSNAConfig
 from torchrope_lab.data.dicom import index_headers, read_head_ct
 from torchrope_lab.data.faults import name_some, warn_skipped
 from torchrope_lab.data.folders import files_below
 from torchrope_lab.data.images import existing_folder
-from torchrope_lab.data.volumes import Volume, Volumes, read_table, series_volumes
+from torchrope_lab.data.volumes import Volume, Volumes, read_columns, series_volumes
 from torchrope_lab.mistakes import Mistake
 
 logger = logging.getLogger(__name__)
@@ -39,8 +37,6 @@ class RSNA(Volumes):
     classes = ("no haemorrhage", "haemorrhage")
     read_slice = staticmethod(read_head_ct)
 
-    config: RSNAConfig
-
     def find_root(self) -> Path:
         """Return the folder of the slices."""
         root = existing_folder(self.config.root, "the RSNA haemorrhage set", LAYOUT)
@@ -51,7 +47,7 @@ class RSNA(Volumes):
         """Index the headers, keep the labelled slices, group them into studies."""
         bleeding = read_haemorrhages(self.table)
         paths = files_below(self.root, self.root, (".dcm",))
-        headers, faults = index_headers(self.root, paths, folder=cache_folder())
+        headers, faults = index_headers(self.root, paths)
         # Slices without a label, such as those of the challenge's test set, are excluded.
         labelled = {path: header for path, header in headers.items() if header.instance in bleeding}
         if 0 < len(labelled) < len(headers):
@@ -70,17 +66,20 @@ class RSNA(Volumes):
         """Set `description` from the number of studies."""
         slices, side, _ = self.input_size
         self.description = (
-            f"{count or 21_744:,} CT studies of the head (RSNA 2019), resampled to {slices} slices of {side}×{side} "
+            f"{count:,} CT studies of the head (RSNA 2019), resampled to {slices} slices of {side}×{side} "
             f"voxels, {self.in_channels} windows as channels; the class is whether there is any haemorrhage."
         )
 
 
 def read_haemorrhages(path: Path) -> dict[str, bool]:
     """Read stage_2_train.csv, lines of ID_<slice>_<kind> and 0 or 1: whether any kind is in the slice."""
+    table = read_columns(path, EXPECTED)
+    if missing := {"ID", "Label"} - {*table}:
+        raise Mistake(f"labels must have the columns ID and Label, got {path} without {min(missing)}")
     bleeding: dict[str, bool] = {}
-    for row in read_table(path, ("ID", "Label"), EXPECTED):
-        name, _, _ = row["ID"].rpartition("_")
-        if not name or row["Label"] not in ("0", "1"):
-            raise Mistake(f"{path} must have lines of ID_<slice>_<kind>,0 or 1, got {row['ID']},{row['Label']}")
-        bleeding[name] = bleeding.get(name, False) or row["Label"] == "1"
+    for kind, label in zip(table["ID"].tolist(), table["Label"].tolist(), strict=True):
+        name, _, _ = kind.rpartition("_")
+        if not name or label not in ("0", "1"):
+            raise Mistake(f"{path} must have lines of ID_<slice>_<kind>,0 or 1, got {kind},{label}")
+        bleeding[name] = bleeding.get(name, False) or label == "1"
     return bleeding

@@ -1,11 +1,8 @@
 """Image classification data in tar shards of webdataset's format (0001.jpg, 0001.cls, ...), with random access."""
 
-import hashlib
 import io
-import json
 import tarfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple
 
@@ -13,10 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from torchrope.files import write_whole
-from torchrope_lab.data.cache import cache_folder
-from torchrope_lab.data.faults import Fault
-from torchrope_lab.files import read_mapping
+from torchrope_lab.data.cache import index_of, read_files
+from torchrope_lab.data.faults import Fault, reason
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 SHARDS_AT_ONCE = 16  # examples of this many shards are shuffled together
@@ -63,19 +58,17 @@ class ShardOrder(Sampler[int]):
 
 def index_shards(shards: Sequence[Path]) -> tuple[list[Sample], Tensor, list[Fault]]:
     """Return `samples` of an `ImageSet`, `places` of `Shards`, and faults, reading only headers and labels."""
-    # The list is stored in the cache folder, keyed by paths, sizes and modification times of the shards.
-    stats = [[str(shard), shard.stat().st_size, shard.stat().st_mtime_ns] for shard in shards]
-    index = cache_folder() / f"shards-{hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]}.json"
-    if not index.exists():
-        with ThreadPoolExecutor() as pool:
-            write_whole(index, json.dumps({"shards": list(pool.map(index_shard, shards))}))
+    names = [str(shard) for shard in shards]
+    index = index_of(shards[0], "shards")
+    found, unread = read_files(Path(), names, index_shard, index, version="1", doing="Indexing shards")
     samples: list[Sample] = []
     places: list[tuple[int, int, int]] = []
-    faults: list[Fault] = []
-    for number, (entries, broken) in enumerate(read_mapping(index, "an index of shards")["shards"]):
-        samples += [(f"{shards[number].name}/{name}", label) for name, label, _, _ in entries]
+    faults = [(Path(name).name, why) for name, why in unread]
+    for number, name in enumerate(names):
+        entries, broken = found.get(name, ([], []))
+        samples += [(f"{shards[number].name}/{inner}", label) for inner, label, _, _ in entries]
         places += [(number, offset, size) for _, _, offset, size in entries]
-        faults += [(f"{shards[number].name}{name}", why) for name, why in broken]
+        faults += [(f"{shards[number].name}{inner}", why) for inner, why in broken]
     return samples, torch.tensor(places, dtype=torch.int64).view(-1, 3), faults
 
 
@@ -98,8 +91,8 @@ def index_shard(shard: Path) -> tuple[list[Entry], list[Fault]]:
                 elif extension.lower() == "cls":
                     content = opened.extractfile(member)
                     labels[key] = int(content.read()) if content is not None else -1
-    except (OSError, tarfile.TarError, ValueError) as error:
-        faults.append(("", " ".join(str(error).split()) or type(error).__name__))
+    except (tarfile.TarError, ValueError) as error:  # images before it are read
+        faults.append(("", reason(error)))
     faults += [(f"/{name}", "no label") for key, (name, _, _) in images.items() if labels.get(key, -1) < 0]
     entries = [(name, labels[key], at, size) for key, (name, at, size) in images.items() if labels.get(key, -1) >= 0]
     return entries, faults

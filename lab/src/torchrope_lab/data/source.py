@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from torchrope_lab.data.config import PointSourceConfig, SourceConfig
+from torchrope_lab.data.config import DataConfig
 from torchrope_lab.data.datamodule import DataModule, some_of
 from torchrope_lab.data.images import Sample
 from torchrope_lab.data.tensors import balanced_subset
@@ -60,12 +60,9 @@ class UserData(DataModule):
     # Called with its settings, it returns a pair (train, val), or both by name: a dict, or an object with attributes.
     # Names of classes and axes, a title and a description are optional.
 
-    config: SourceConfig
-
-    def __init__(self, config: SourceConfig) -> None:
+    def __init__(self, config: DataConfig, made: Any) -> None:
         super().__init__(config)
         self.name = config.name
-        made = type(config).source(**{name: getattr(config, name) for name in config.parameters})
         self.returned = _by_name(made)
         if not {*_PARTS} <= {*self.returned}:
             rule = f"--data {self.name} must return a pair (train, val), or train and val by name"
@@ -106,8 +103,10 @@ class UserData(DataModule):
 class Source(UserData):
     """Data on a lattice: sequences of (float tensor `(channels, *sizes)`, label from 0), used as they are."""
 
-    def __init__(self, config: SourceConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: DataConfig, made: Any) -> None:
+        super().__init__(config, made)
+        if config.size and "size" not in config.parameters:
+            raise Mistake(f"--data.size is for sources with a parameter size, got --data {self.name}")
         first = self.returned["train"][0]
         if not isinstance(first, tuple | list) or len(first) != 2:
             got = f"{len(first)} values" if isinstance(first, tuple | list) else type(first).__name__
@@ -137,10 +136,8 @@ class PointSource(UserData, TokensModule):
     # position is NaN are padding. Positions are used as they are. Names of features, `scale`, `extent` and `periods`
     # are optional.
 
-    config: PointSourceConfig
-
-    def __init__(self, config: PointSourceConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: DataConfig, made: Any) -> None:
+        super().__init__(config, made)
         self._widths: tuple[int, int] | None = None
         tokens, positions = self._example("train", 0)
         self.name_axes(positions.shape[1], {count: tuple("xyz"[:count]) for count in (1, 2, 3)})

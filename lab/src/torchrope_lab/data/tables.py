@@ -3,6 +3,7 @@
 import csv
 import math
 import re
+import threading
 from array import array
 from collections.abc import Callable, Container, Iterable
 from datetime import datetime, timezone
@@ -10,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from torchrope_lab.data.arrays import read_arrays
 from torchrope_lab.mistakes import Mistake
 
 Columns = dict[str, np.ndarray]
 """Columns of equal length by name: float64, or text."""
 SECOND = np.timedelta64(1, "s")
+_PARSE_LOCK = threading.Lock()
+"""numpy parses headers with `ast`, which fails at random in threads before CPython 3.13 (python/cpython#106905)."""
 _NUMBER = re.compile(r"[-+.]*\d[-+.\deE]*")
 
 
@@ -69,6 +71,12 @@ def read_npz(path: Path, is_text: Callable[[str], bool]) -> Columns:
         listed = ", ".join(f"{name} {length}" for name, length in list(lengths.items())[:6])
         raise Mistake(f"arrays must have one row per point, got {listed}")
     return columns
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Read all arrays of a .npz file, by name."""
+    with path.open("rb") as file, _PARSE_LOCK, np.load(file, allow_pickle=False) as stored:
+        return {name: stored[name] for name in stored.files}
 
 
 def parse_number(text: str) -> float:

@@ -68,7 +68,7 @@ class TensorSet(Dataset):
 
 
 def normalisation(name: str, measure: Callable[[], tuple[Tensor, Tensor]]) -> Normalise:
-    """Return the normalisation `ColourConfig.normalise`: by ImageNet's statistics, by 0.5, or by measured ones."""
+    """Return the normalisation `normalise`: by ImageNet's statistics, by 0.5, or by measured ones."""
     if name == "measured":
         return Normalise(*measure())
     mean, std = STATISTICS[name]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from torchrope_lab.data.config import AugmentConfig, TokensConfig
+from torchrope_lab.data.config import AugmentConfig
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.draws import Draws
 from torchrope_lab.data.images import Sample, select_examples
@@ -239,8 +239,6 @@ class TokensModule(DataModule):
     lattice = False
     input_size = ()
     features: tuple[str, ...]
-
-    config: TokensConfig
 
     def clouds(self) -> tuple[list[Cloud], list[Sample], list[Cloud], list[Sample]]:
         """Return the training examples, their names and labels, then the same for validation."""

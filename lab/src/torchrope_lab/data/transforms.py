@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torchrope_lab.mistakes import Mistake
-
 INTERPOLATION = {1: "linear", 2: "bilinear", 3: "trilinear"}
 
 
@@ -19,9 +17,7 @@ def shuffle_patches(inputs: Tensor, patch_size: int | Sequence[int | None], gene
     batch, channels, *sizes = inputs.shape
     if not isinstance(patch_size, int):
         patch_size = tuple(sizes[axis] if extent is None else extent for axis, extent in enumerate(patch_size))
-    patch = _one_per_axis(patch_size, len(sizes), "patch_size")
-    if any(size % extent for size, extent in zip(sizes, patch, strict=True)):
-        raise Mistake(f"sizes must be divisible by patch_size = {patch}, got {tuple(sizes)}")
+    patch = _one_per_axis(patch_size, len(sizes))
     counts = [size // extent for size, extent in zip(sizes, patch, strict=True)]
     tokens = math.prod(counts)
 
@@ -58,9 +54,7 @@ def resize(inputs: Tensor, size: int | Sequence[int]) -> Tensor:
     """Resample the axes to `size` by linear interpolation between pixel centres."""
     # With two axes, downsampling is anti-aliased; with one or three it is not.
     axes = inputs.ndim - 2
-    if axes not in INTERPOLATION:
-        raise Mistake(f"inputs must have 1 to 3 axes after batch and channels, got {axes}")
-    target = _one_per_axis(size, axes, "size")
+    target = _one_per_axis(size, axes)
     if target == tuple(inputs.shape[2:]):
         return inputs
     return functional.interpolate(inputs, target, mode=INTERPOLATION[axes], align_corners=False, antialias=axes == 2)
@@ -68,14 +62,11 @@ def resize(inputs: Tensor, size: int | Sequence[int]) -> Tensor:
 
 def resize_bytes(inputs: Tensor, size: int | Sequence[int]) -> Tensor:
     """Resample uint8 inputs like `resize`, rounding to bytes, in chunks of 4096 examples."""
-    if _one_per_axis(size, inputs.ndim - 2, "size") == tuple(inputs.shape[2:]):
+    if _one_per_axis(size, inputs.ndim - 2) == tuple(inputs.shape[2:]):
         return inputs
     parts = [resize(part.float(), size).round_().clamp_(0, 255).to(torch.uint8) for part in inputs.split(4096)]
     return torch.cat(parts)
 
 
-def _one_per_axis(value: int | Sequence[int], axes: int, name: str) -> tuple[int, ...]:
-    values = (value,) * axes if isinstance(value, int) else tuple(value)
-    if len(values) != axes or min(values, default=1) < 1:
-        raise Mistake(f"{name} must be one positive integer or one for each of {axes} axes, got {value}")
-    return values
+def _one_per_axis(value: int | Sequence[int], axes: int) -> tuple[int, ...]:
+    return (value,) * axes if isinstance(value, int) else tuple(value)

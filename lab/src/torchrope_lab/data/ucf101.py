@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from torchrope_lab.data.config import UCF101Config
 from torchrope_lab.data.images import Sample, existing_folder, require_each
 from torchrope_lab.data.videos import Videos
 from torchrope_lab.mistakes import Mistake
@@ -26,8 +25,6 @@ class UCF101(Videos):
 
     name = "ucf101"
     title = "UCF101"
-
-    config: UCF101Config
 
     def find_root(self) -> Path:
         """Return the folder of the videos, and read the classes."""
@@ -54,36 +51,28 @@ class UCF101(Videos):
         """Set `description` from the number of videos."""
         frames, side, _ = self.input_size
         self.description = (
-            f"{count or 13_320:,} real videos from the web (UCF101, split {self.config.split}), cut to {frames} frames "
+            f"{count:,} real videos from the web (UCF101, split {self.config.split}), cut to {frames} frames "
             f"of {side}×{side} colour pixels; the class is one of {len(self.classes)} human actions."
         )
 
 
 def read_classes(path: Path) -> tuple[str, ...]:
     """Read classInd.txt, "1 ApplyEyeMakeup" and so on, into the names in the order of their numbers."""
-    names: dict[str, str] = {}
-    for words in _lines(path):
-        if len(words) != 2:
-            raise Mistake(f"{path} must hold a number and a class in each line, got {' '.join(words)!r}")
-        names[words[0]] = words[1]
-    if len(names) < 2 or set(names) != {str(number + 1) for number in range(len(names))}:
+    names = dict(line.split(maxsplit=1) for line in _lines(path))
+    if len(names) < 2 or {*names} != {str(number + 1) for number in range(len(names))}:
         raise Mistake(f"{path} must number two or more classes from 1 up, got {', '.join(names) or 'none'}")
     return tuple(names[str(number + 1)] for number in range(len(names)))
 
 
 def read_list(path: Path, classes: tuple[str, ...]) -> list[Sample]:
     """Read a list of videos, "<class>/<file>" with or without the number of the class after it."""
-    known = {name: label for label, name in enumerate(classes)}
     samples = []
-    for video, *number in _lines(path):
-        label = known.get(video.partition("/")[0])
-        if label is None:
-            raise Mistake(f"{path} must name videos as <class>/<file> with a class of classInd.txt, got {video!r}")
-        if number and number != [str(label + 1)]:
-            raise Mistake(f"{path} must number classes as classInd.txt does, got {' '.join([video, *number])!r}")
-        samples.append((video, label))
-    if not samples:
-        raise Mistake(f"{path} must name one video per line, got an empty file")
+    for line in _lines(path):
+        video, *number = line.split()
+        name = video.partition("/")[0]
+        if name not in classes or number not in ([], [str(classes.index(name) + 1)]):
+            raise Mistake(f"{path} must name videos as <class>/<file>, with the number of classInd.txt, got {line!r}")
+        samples.append((video, classes.index(name)))
     return sorted(samples)
 
 
@@ -94,10 +83,5 @@ def _first_with(root: Path, folders: tuple[str, ...], name: str) -> Path:
     raise Mistake(f"--data.root must hold {EXPECTED}, got {str(root)!r} without {name}")
 
 
-def _lines(path: Path) -> list[list[str]]:
-    """Return the words of every line."""
-    try:
-        return [line.split() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not text"
-        raise Mistake(f"{path} must be a readable list of {EXPECTED}, got: {reason}") from error
+def _lines(path: Path) -> list[str]:
+    return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -15,15 +15,15 @@ import av
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 from torchvision.transforms.v2 import functional as image_ops
 
 from torchrope_lab.data.cache import ExampleCache, index_of, read_files
 from torchrope_lab.data.clips import crop_corners, test_frames, training_frames
-from torchrope_lab.data.config import VideosConfig
+from torchrope_lab.data.config import DataConfig
 from torchrope_lab.data.crops import CropTransform, centre, random_crop
 from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.data.faults import name_some, warn_skipped
+from torchrope_lab.data.faults import warn_skipped
 from torchrope_lab.data.folders import warn_unread
 from torchrope_lab.data.images import (
     Sample,
@@ -137,16 +137,13 @@ class Videos(DataModule):
     in_channels = 3
     other_sizes = "read"
 
-    config: VideosConfig
-
-    def __init__(self, config: VideosConfig) -> None:
+    def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
         self.input_size = (config.frames, config.size, config.size)
         self.views = math.prod(config.test_views)
         self.cache = ExampleCache(config.cache_gib)
         self.shorter_sides: dict[str, int] = {}
         self.root = self.find_root()
-        self.describe(0)
 
     def find_root(self) -> Path:
         """Return the folder that paths are relative to, and set classes and title."""
@@ -168,9 +165,8 @@ class Videos(DataModule):
     def describe(self, count: int) -> None:
         """Set `description` from the number of videos."""
         frames, side, _ = self.input_size
-        number = f"{count:,} videos" if count else "Videos"
         self.description = (
-            f"{number} from the folder {self.root.name}, cut to {frames} frames of {side}×{side} colour "
+            f"{count:,} videos from the folder {self.root.name}, cut to {frames} frames of {side}×{side} colour "
             "pixels; the class is the sub-folder."
         )
 
@@ -215,7 +211,8 @@ class Videos(DataModule):
         """Return the loader of `test_views` of the validation videos: (batch, views, channels, time, height, width)."""
         _, val = self._made_datasets()
         assert isinstance(val, ClipSet)
-        return self._loader(val.changed(read=self.fixed_clips(self.config.test_views)), self.config.batch_size)
+        batches = BatchSampler(range(len(val)), self.config.batch_size, drop_last=False)
+        return self._loader(val.changed(read=self.fixed_clips(self.config.test_views)), batches)
 
     def openable(self, parts: Mapping[str, list[Sample]]) -> dict[str, list[Sample]]:
         """Remove videos that cannot be opened; they are listed in `skipped`."""
@@ -229,10 +226,6 @@ class Videos(DataModule):
         self.shorter_sides, self.skipped = read_files(
             self.root, paths, read, index, version=version, doing="Opening videos"
         )
-        if len(self.skipped) == len(paths):
-            named = f": {name_some(self.skipped)}" if paths else ""
-            rule = f"--data.root must hold readable videos ({' '.join(VIDEO_EXTENSIONS)})"
-            raise Mistake(f"{rule}, found 0 in {str(self.root)!r}{named}")
         warn_skipped(self.skipped, len(paths), self.config.max_skipped, "videos")
         return {part: [s for s in samples if s[0] in self.shorter_sides] for part, samples in parts.items()}
 

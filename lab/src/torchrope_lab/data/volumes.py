@@ -5,10 +5,11 @@ import logging
 import math
 import re
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ import torch
 from nibabel.openers import ImageOpener
 from torch import Tensor
 
-from torchrope_lab.data.cache import ExampleCache, cache_folder
-from torchrope_lab.data.config import VolumesConfig
+from torchrope_lab.data.cache import ExampleCache
+from torchrope_lab.data.config import DataConfig
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.dicom import Header, finite, index_headers, read_slice, sort_slices
 from torchrope_lab.data.faults import Fault, name_some, reason, warn_skipped
@@ -33,6 +34,7 @@ from torchrope_lab.data.images import (
     split_by_group,
 )
 from torchrope_lab.data.streamed import StreamedSet
+from torchrope_lab.data.tables import Columns, read_csv
 from torchrope_lab.data.transforms import resize
 from torchrope_lab.mistakes import Mistake
 
@@ -168,17 +170,17 @@ class Volumes(DataModule):
     axes = ("depth", "height", "width")
     read_slice: ReadSlice = staticmethod(read_slice)
 
-    config: VolumesConfig
-
-    def __init__(self, config: VolumesConfig) -> None:
+    def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
+        if isinstance(config.augment.randaugment, str):
+            rule = "--data.augment.randaugment of volumes must be operations,magnitude"
+            raise Mistake(f"{rule}, got {config.augment.randaugment}")
         self.input_size = (config.frames, config.size, config.size)
         self.windows = config.windows
         self.in_channels = 1 if self.windows is None else len(self.windows)
         self.rows: list[tuple[str, str, str, str]] = []
         self.folders: dict[str, Path] = {}
         self.root = self.find_root()
-        self.describe(0)
 
     def find_root(self) -> Path:
         """Return the folder that paths are relative to, and set classes and title."""
@@ -189,7 +191,7 @@ class Volumes(DataModule):
             self.rows = read_labels(self.table)
             self.classes = tuple(sorted({label for _, label, _, _ in self.rows}, key=_numbers_first))
             if len(self.classes) < 2:
-                raise Mistake(f"labels must be of at least two classes, got only {self.classes[0]!r}")
+                raise Mistake(f"labels must be of at least two classes, got {', '.join(self.classes) or 'none'}")
             return root
         try:
             self.folders, self.classes = find_classes(root)
@@ -218,9 +220,10 @@ class Volumes(DataModule):
         for study, label, part, patient in rows:
             volume = volumes.get(study, volumes.get(_without_extension(study)))
             if volume is not None:
-                if (other := row_of.setdefault(volume.name, study)) != study:
+                if volume.name in row_of:
                     rule = "each volume must have one label"
-                    raise Mistake(f"{rule}, got rows {other} and {study} in {self.table} for one volume")
+                    raise Mistake(f"{rule}, got rows {row_of[volume.name]} and {study} in {self.table} for one volume")
+                row_of[volume.name] = study
                 volume = replace(volume, patient=patient or volume.patient)
                 labelled.append((volume, self.classes.index(label), part))
             elif _without_extension(study) not in damaged:
@@ -241,9 +244,8 @@ class Volumes(DataModule):
     def describe(self, count: int) -> None:
         """Set `description` from the number of volumes."""
         slices, side, _ = self.input_size
-        number = f"{count:,} volumes" if count else "Volumes"
         self.description = (
-            f"{number} from the folder {self.root.name}, resampled to {slices} slices of "
+            f"{count:,} volumes from the folder {self.root.name}, resampled to {slices} slices of "
             f"{side}×{side} voxels; the class is {'the sub-folder' if self.folders else 'a column of a table'}."
         )
 
@@ -340,7 +342,7 @@ def find_volumes(
                 raise Mistake(f"files of one folder must have different names, got another {other.paths[0]}")
         except Exception as error:  # nibabel raises many kinds
             faults.append((path, reason(error)))
-    headers, unreadable = index_headers(root, list(filter(_is_slice, files)), folder=cache_folder())
+    headers, unreadable = index_headers(root, list(filter(_is_slice, files)))
     series, disordered = series_volumes(headers, by_folder=by_folder)
     contents: dict[str, set[Any]] = defaultdict(set)  # studies, or series, of every folder
     for volume in series:
@@ -393,10 +395,8 @@ def series_volumes(headers: Mapping[str, Header], *, by_folder: bool = False) ->
 def nifti_volume(root: Path, path: str) -> Volume:
     """Read the header of a NIfTI file."""
     image = _load_nifti(root / path)
-    if len(image.shape) != 3:
-        raise Mistake(f"a volume must have three axes, got the shape {image.shape}")
-    if 0 in image.shape:
-        raise Mistake(f"a volume must have voxels, got the shape {image.shape}")
+    if len(image.shape) != 3 or 0 in image.shape:
+        raise Mistake(f"a volume must have voxels along three axes, got the shape {image.shape}")
     if image.get_data_dtype().kind not in "fiu":
         raise Mistake(f"voxels must be real numbers, got {image.get_data_dtype()}")
     sizes = nibabel.affines.voxel_sizes(image.affine)
@@ -412,21 +412,17 @@ def read_labels(path: Path) -> list[tuple[str, str, str, str]]:
     """Read a table of studies: (study, label, part, patient), the last two "" if the table has none."""
     # The columns may have other names, in any case and with spaces or underscores: file, path, id or name; class or
     # target; split; PatientID, subject or subject_id. A warning names columns that are not read.
-    rows = read_table(path, (), EXPECTED)
-    columns = [_column(name, list(rows[0]), path) for name in COLUMNS]
-    if unread := [repr(name) for name in rows[0] if name not in columns]:
+    table = read_columns(path, EXPECTED)
+    columns = [_column(name, list(table), path) for name in COLUMNS]
+    if unread := [repr(name) for name in table if name not in columns]:
         logger.warning("columns of %s that are not read: %s", path.name, ", ".join(unread))
-    labels: list[tuple[str, str, str, str]] = []
-    for row in rows:
-        study, label, part, patient = ((row[column] or "").strip() if column else "" for column in columns)
-        labels.append((study, label, part, patient))
+    cells = [table[column].tolist() if column else repeat("") for column in columns]
+    labels = list(zip(*cells, strict=False))
+    for study, label, part, _ in labels:
         if not study or not label:
             raise Mistake(f"each row must have a study and a label, got {study!r} and {label!r} in {path}")
         if part not in ("", "train", "val"):
             raise Mistake(f"part must be train or val, got {part!r} for {study!r} in {path}")
-    twice = [study for study, count in Counter(study for study, *_ in labels).items() if count > 1]
-    if twice:
-        raise Mistake(f"each study must have one label, got {twice[0]!r} twice in {path}")
     return labels
 
 
@@ -446,25 +442,12 @@ def _column(name: str, columns: Sequence[str], path: Path) -> str:
     raise Mistake(f"{rule}, got {path} with {', '.join(columns) or 'none'}")
 
 
-def read_table(path: Path, columns: Sequence[str], expected: str) -> list[dict[str, str]]:
-    """Read a CSV file whose first line names the columns."""
+def read_columns(path: Path, expected: str) -> Columns:
+    """Read a CSV file of text whose first line names the columns."""
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, restval="")
-            names, rows = reader.fieldnames or [], list(reader)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        why = getattr(error, "strerror", None) or reason(error)
-        raise Mistake(f"--data.labels must be a readable table of {expected}, got {path}: {why}") from error
-    missing = [column for column in columns if column not in names]
-    if missing:
-        received = ", ".join(names) or "none"
-        raise Mistake(f"labels must have the columns {', '.join(columns)}, got {path} with {received}")
-    if not rows:
-        raise Mistake(f"labels must have a row for each study, got a header only in {path}")
-    for row in rows:
-        if None in row:  # cells beyond the columns, which DictReader's types omit
-            raise Mistake(f"rows must have {len(names)} columns at most, got {list(row.values())} in {path}")
-    return rows
+        return read_csv(path, lambda _: True)
+    except (OSError, ValueError, csv.Error) as error:
+        raise Mistake(f"--data.labels must be a readable table of {expected}, got {path}: {reason(error)}") from error
 
 
 def _load_nifti(path: Path) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Annotated, Any, Literal
 
-from torchrope_lab.data.config import DataConfig, DigitsConfig, VolumesConfig
+from torchrope_lab.data.config import DataConfig, data_config
 from torchrope_lab.mistakes import Mistake
 from torchrope_lab.modules import load_module
 from torchrope_lab.schema import (
@@ -331,7 +331,7 @@ class RunConfig(Settings):
 
     encoding: str = "mixed"
     seed: int = 0
-    data: DataConfig = field(default_factory=DigitsConfig)
+    data: DataConfig = field(default_factory=data_config)
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     run: ExecutionConfig = field(default_factory=ExecutionConfig)
@@ -358,14 +358,14 @@ class EvaluationConfig:
         data: The data to evaluate on.
     """
 
-    data: DataConfig = field(default_factory=DigitsConfig)
+    data: DataConfig = field(default_factory=data_config)
 
 
 def check_spacing(model: ModelConfig, data: DataConfig) -> None:
     """Raise ValueError if `unit_mm` is set but the data has no voxel spacings, or Mixup or CutMix is on."""
     if model.unit_mm is None:
         return
-    if not isinstance(data, VolumesConfig):
+    if data.name not in ("volumes", "rsna"):
         raise Mistake(f"--model.unit_mm is for --data volumes and rsna only, got --data {data.name}")
     for name in ("mixup", "cutmix"):
         if getattr(data.augment, name):

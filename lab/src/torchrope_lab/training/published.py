@@ -11,7 +11,7 @@ from torchrope.checkpoints.published import comrope, convert, family_of, options
 from torchrope.integrations import read_state
 from torchrope.models import Swin, ViT
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import ColourConfig, DataConfig
+from torchrope_lab.data.config import DataConfig
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.mistakes import Mistake, as_mistake
 from torchrope_lab.training.evaluate import keep_range
@@ -64,7 +64,7 @@ def _fitted(config: DataConfig, input_size: tuple[int, ...], family: Any, given:
         if name in given and getattr(config, name) != value:
             rule = f"--data.{name} must be that of the checkpoint, {value}"
             raise Mistake(f"{rule} (for other sizes give --sizes), got {getattr(config, name)}")
-    if isinstance(config, ColourConfig) and "normalise" not in given:
+    if hasattr(config, "normalise") and "normalise" not in given:
         if family not in NORMALISATION:
             rule = f"--data.normalise is required for {family.FAMILY}, whose checkpoints do not store it"
             raise Mistake(f"{rule}: imagenet, half, liere or measured")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from torchrope_lab.data.config import DataConfig, DigitsConfig
+from torchrope_lab.data.config import DataConfig, data_config
 from torchrope_lab.probes.config import ProbesConfig
 from torchrope_lab.schema import DISTINCT, PositiveInt, Settings
 from torchrope_lab.studies.slurm import parse_slurm
@@ -46,7 +46,7 @@ class LabConfig(Settings):
         out: Output folder; studies share the runs in it.
     """
 
-    data: DataConfig = field(default_factory=DigitsConfig)
+    data: DataConfig = field(default_factory=data_config)
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     run: ExecutionConfig = field(default_factory=lambda: ExecutionConfig(on_nan="ignore"))

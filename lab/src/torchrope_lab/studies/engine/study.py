@@ -15,8 +15,8 @@ import torch
 from rich.console import Console
 
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import NAMES_DENSE
 from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.sets import NAMES_DENSE
 from torchrope_lab.mistakes import Mistake
 from torchrope_lab.modules import load_module, loaded_module
 from torchrope_lab.provenance import provenance
