@@ -17,10 +17,10 @@ LINES = {
     "src/torchrope": 21981,
     "src/torchrope/ops": 6708,
     "src/torchrope/integrations src/torchrope/checkpoints": 6105,
-    "lab/src": 24911,
+    "lab/src": 24642,
     "tests": 23826,
-    "lab/tests": 22946,
-    "benchmarks": 4500,
+    "lab/tests": 22807,
+    "benchmarks": 4438,
     "examples": 1000,
 }
 WORDS = 28496
