@@ -148,8 +148,8 @@ def _judged(found: Conclusion, true: dict[str, float]) -> list[float]:
 
 
 def _case(scenario: str, accuracies: tuple[float, ...], seeds: int, examples: int, chance: float = 0.0) -> Case:
-    """Build a case. One seed has no variation between training runs: conclusions are then about the trained models."""
-    spread = SPREAD if seeds > 1 else 0.0
+    """Build a case. Runs do not vary with one seed, whose conclusions are about the trained models, nor by guessing."""
+    spread = SPREAD if seeds > 1 and not chance else 0.0
     return Case(scenario, accuracies, seeds, examples, (spread,) * len(accuracies), chance)
 
 

@@ -17,13 +17,13 @@ LINES = {
     "src/torchrope": 21981,
     "src/torchrope/ops": 6708,
     "src/torchrope/integrations src/torchrope/checkpoints": 6105,
-    "lab/src": 24642,
+    "lab/src": 24640,
     "tests": 23826,
-    "lab/tests": 22807,
+    "lab/tests": 22764,
     "benchmarks": 4438,
     "examples": 1000,
 }
-WORDS = 28496
+WORDS = 28487
 NAMES = 47
 
 

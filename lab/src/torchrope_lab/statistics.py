@@ -69,8 +69,8 @@ def conclude(
 
     1. "cannot-tell": there is only one name, or so few examples that a model which is right on all of them is not
        significantly above chance (4 examples of two classes): such a run cannot show that anything was learned.
-    2. "nothing-learned": no accuracy is significantly above chance, by exact one-sided lower bounds (Clopper and
-       Pearson's) of level 1 - 5 % / k for k models.
+    2. "nothing-learned": no accuracy of the trained models is significantly above chance, by exact one-sided lower
+       bounds (Clopper and Pearson's) of level 1 - 5 % / k for k encodings.
     3. "position-irrelevant": "none" is among the names, and the interval of each other name's gain over none lies
        within ±margin. A gain that is not significant does not suffice.
     4. "best": all other names are behind the name of the highest accuracy: the intervals of its gaps exclude 0.
@@ -511,10 +511,8 @@ def _all_pairs(sums: _Sums, names: Sequence[str]) -> dict[tuple[str, str], Inter
 
 
 def _learned(sums: _Sums, chance: float) -> bool:
-    """Return whether an accuracy is significantly above chance."""
-    means, tail = sums.accuracies(), ERROR_RATE / sums.names
-    examples = means.effective * (ndtri(tail) / means.quantile(tail)) ** 2
-    return bool((_lower_bound(means.right / means.answers * examples, examples, tail) > chance).any())
+    """Return whether the trained models of an encoding are significantly above chance, as if seeds were one."""
+    return bool((_lower_bound(sums.right / sums.seeds, sums.examples, ERROR_RATE / sums.names) > chance).any())
 
 
 def _lower_bound(right: ArrayLike, examples: ArrayLike, tail: float) -> Array:
