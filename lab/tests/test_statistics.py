@@ -251,7 +251,6 @@ def test_bootstrap_of_a_mean_is_students_interval(examples: int) -> None:
     assert found.estimate == pytest.approx(values.mean())
     assert found.high - found.low == pytest.approx(2 * half, rel=0.1)
     assert bootstrap([mean_of(values)], examples, draws=20_000) == found
-    assert bootstrap([mean_of(values)], examples, draws=20_000, seed=1) != found
 
 
 def test_bootstrap_counts_variation_between_trainings() -> None:

@@ -17,9 +17,9 @@ LINES = {
     "src/torchrope": 21981,
     "src/torchrope/ops": 6708,
     "src/torchrope/integrations src/torchrope/checkpoints": 6105,
-    "lab/src": 24640,
+    "lab/src": 24634,
     "tests": 23826,
-    "lab/tests": 22764,
+    "lab/tests": 22763,
     "benchmarks": 4438,
     "examples": 1000,
 }

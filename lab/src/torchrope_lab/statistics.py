@@ -35,7 +35,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -240,16 +239,15 @@ def over_seeds(values: ArrayLike) -> "BootstrapEstimate":
     return BootstrapEstimate(scores, np.tile(scores[:, None], DRAWS), 1)
 
 
-def draw(statistics: Sequence[Statistic], examples: int, *, draws: int = DRAWS, seed: int = 0) -> "BootstrapEstimate":
+def draw(statistics: Sequence[Statistic], examples: int, *, draws: int = DRAWS) -> "BootstrapEstimate":
     """Compute a statistic without a closed form (mIoU, AP) on all examples and on bootstrap draws of them.
 
-    Draws are the same for the same `examples` and `seed`, so that differences of two estimates are paired.
+    Draws are the same for the same number of examples, so that differences of two estimates are paired.
 
     Args:
         statistics: For each training run, maps weights of examples `(draws, examples)` to values `(draws,)`.
         examples: Number of examples.
         draws: Number of bootstrap draws.
-        seed: Seed of the draws.
 
     Raises:
         ValueError: there are no statistics, or fewer than one example or two draws.
@@ -257,24 +255,24 @@ def draw(statistics: Sequence[Statistic], examples: int, *, draws: int = DRAWS, 
     if not statistics or examples < 1 or draws < 2:
         rule = "a bootstrap needs at least one statistic, one example and two draws"
         raise Mistake(f"{rule}, got {len(statistics)}, {examples} and {draws}")
-    blocks = [[each(weights) for each in statistics] for weights in resample(examples, draws=draws, seed=seed)]
+    blocks = [[each(weights) for each in statistics] for weights in resample(examples, draws=draws)]
     on_all = [float(each(np.ones((1, examples), dtype=int))[0]) for each in statistics]
     return BootstrapEstimate(np.array(on_all), np.concatenate(blocks, axis=1), examples)
 
 
-def resample(examples: int, *, draws: int = DRAWS, seed: int = 0) -> Iterator[np.ndarray]:
+def resample(examples: int, *, draws: int = DRAWS) -> Iterator[np.ndarray]:
     """Draw examples with replacement, in blocks of draws of at most 64 MiB, or one draw.
 
     Yields:
         How often each draw contains each example, `(draws of the block, examples)`.
     """
-    weights, block = _drawn_examples(examples, draws, seed), max(1, _MOST_WEIGHTS // examples)
+    weights, block = _drawn_examples(examples, draws), max(1, _MOST_WEIGHTS // examples)
     yield from (weights[first : first + block].astype(int) for first in range(0, draws, block))
 
 
 @lru_cache(maxsize=1)
-def _drawn_examples(examples: int, draws: int, seed: int) -> NDArray[np.uint8]:
-    random = np.random.default_rng(seed)
+def _drawn_examples(examples: int, draws: int) -> NDArray[np.uint8]:
+    random = np.random.default_rng(0)
     drawn = (random.integers(examples, size=examples) for _ in range(draws))
     return np.stack([np.bincount(each, minlength=examples).astype(np.uint8) for each in drawn])
 
@@ -311,7 +309,7 @@ class BootstrapEstimate:
         """The mean over training runs in each draw of examples and seeds, `(draws,)`."""
         # Values of runs differ by examples too: what each run's examples contribute is counted once, between runs.
         (seeds, count), mean = self.draws.shape, self.draws.mean(axis=0)
-        moved = (mean - self.mean) / np.sqrt(mean_squares(self.examples - 1, count) * (1 - 1 / max(self.examples, 2)))
+        moved = (mean - self.mean) / np.sqrt(_mean_squares(self.examples - 1, count) * (1 - 1 / max(self.examples, 2)))
         if seeds == 1:
             return self.mean + moved
         own, variance = float(np.var(self.on_all, ddof=1)) / seeds, float(mean.var())
@@ -332,7 +330,7 @@ class BootstrapEstimate:
 
 
 @lru_cache(maxsize=16)
-def mean_squares(freedom: int, draws: int) -> Array:
+def _mean_squares(freedom: int, draws: int) -> Array:
     """Draw mean squares with degrees of freedom, relative to what they estimate, `(draws,)`; 1 for none."""
     if freedom < 1:
         return np.ones(draws)
@@ -352,7 +350,7 @@ def moved_by_seeds(values: Array, draws: int = DRAWS) -> Array:
     seeds, half = len(values), (draws + 1) // 2
     if seeds == 1:
         return np.zeros((draws, *values.shape[1:]))
-    weights = _normal(seeds, half, 1) / np.sqrt(mean_squares(seeds - 1, half) * seeds * (seeds - 1))[:, None]
+    weights = _normal(seeds, half, 1) / np.sqrt(_mean_squares(seeds - 1, half) * seeds * (seeds - 1))[:, None]
     moved = np.tensordot(weights, values - values.mean(axis=0), axes=1)
     return np.concatenate([moved, -moved])[:draws]  # symmetric
 
@@ -437,7 +435,7 @@ class _Means:
 
     def _drawn_of_runs(self) -> Array:
         """Draw what runs may contribute, given its estimate, `(DRAWS, means)`."""
-        return np.maximum(self.of_runs / mean_squares(self.freedom, DRAWS)[:, None], self.of_rest)
+        return np.maximum(self.of_runs / _mean_squares(self.freedom, DRAWS)[:, None], self.of_rest)
 
     def quantile(self, tail: float) -> Array:
         """Return the quantile of each |T| by itself that is exceeded with this probability at either end."""
@@ -583,15 +581,11 @@ def _finite(values: ArrayLike, what: str) -> Array:
     return array
 
 
-def _of_names(values: Mapping[str, Any], names: Mapping[str, Array], what: str) -> Mapping[str, Any]:
-    if unknown := [name for name in values if name not in names]:
-        raise Mistake(f"{what} must be of names that are compared, {', '.join(names)}, got {short(unknown[0])}")
-    return values
-
-
 def _costs(costs: Mapping[str, ArrayLike], names: Mapping[str, Array]) -> dict[str, Array]:
-    charged = {name: _finite(cost, f"costs of {name!r}") for name, cost in _of_names(costs, names, "costs").items()}
+    charged = {name: _finite(cost, f"costs of {name!r}") for name, cost in costs.items()}
     for name, cost in charged.items():
+        if name not in names:
+            raise Mistake(f"costs must be of names that are compared, {', '.join(names)}, got {short(name)}")
         if (cost <= 0).any():
             raise Mistake(f"costs of {name!r} must be above 0, got {cost.min():g}")
     if len(lengths := {len(cost) for cost in charged.values()}) > 1:
