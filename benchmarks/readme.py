@@ -44,7 +44,7 @@ def has_converged(gain: float) -> bool:
 def groups(right: Mapping[str, np.ndarray]) -> dict[str, str]:
     """Assign letters, so that two encodings differ if and only if they share none (compact letter display).
 
-    They differ if Tango's interval of the difference, of 95 % over all pairs, excludes 0. Source of the letters:
+    They differ if Tango's interval of the difference, simultaneous over all pairs, excludes 0. Source of the letters:
     Piepho, Journal of Computational and Graphical Statistics 13, 2004.
     """
     order = sorted(right, key=lambda name: (-right[name].mean(), name))

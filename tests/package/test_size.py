@@ -17,13 +17,13 @@ LINES = {
     "src/torchrope": 21965,
     "src/torchrope/ops": 6708,
     "src/torchrope/integrations src/torchrope/checkpoints": 6083,
-    "lab/src": 24675,
+    "lab/src": 24398,
     "tests": 23826,
-    "lab/tests": 22543,
-    "benchmarks": 4496,
+    "lab/tests": 22360,
+    "benchmarks": 4454,
     "examples": 1000,
 }
-WORDS = 28494
+WORDS = 28499
 NAMES = 47
 
 

@@ -1,68 +1,54 @@
-"""Statistics of a comparison of encodings: confidence intervals, multiple comparisons and the conclusion.
+"""Statistics of a comparison of encodings: two engines of confidence intervals, and the conclusion.
 
 `conclude` takes arrays of correct (1) and wrong (0) answers `(seeds, examples)` by name and returns a `Conclusion`,
-whose kind is one of a closed set. `accuracy_interval`, `difference_interval`, `median_interval` and `draw` compute the
-intervals that it and the studies use. Intervals of several differences, those of `conclude` and `differences`, are
-simultaneous (Bonferroni). `conclude` decides by Holm's procedure, which rejects whatever such an interval excludes, and
-may reject more. Accuracies, gaps and margins are shares of 1; a point is 0.01.
+whose kind is one of a closed set. Accuracies, differences and margins are shares of 1; a point is 0.01.
 
-Variance. With S seeds and n examples, X `(S, n)` is 1 (correct) or 0 (wrong), or the difference of two encodings on the
-same seeds and examples. Both seeds and examples are samples, so X follows a two-way random-effects model with one value
-per cell, with mean squares M_seed, M_example and M_rest (Searle, Casella and McCulloch, Variance Components, 1992, ch.
-4):
+Right or wrong: score intervals. A difference has Tango's for paired proportions (Statistics in Medicine 17, 1998),
+which excludes 0 if McNemar's test rejects; an accuracy has Wilson's (JASA 22, 1927). Seeds and examples are both
+samples. With S seeds, n examples and X `(S, n)` an answer, or the difference of two, they take in place of n, as Korn
+and Graubard do for clustered samples (Survey Methodology 24, 1998),
 
     effective examples = n S u / V,  V = max(M_seed + max(M_example - M_rest, 0), u),  M_seed = max(own, mean, M_rest),
 
-with u the variance of one entry of X. These are n for seeds that agree on every example, n S for entries that are all
-independent, and less than n if training runs differ by more than examples explain. `own` is the pair's mean square of
-seeds. From 3 or 5 seeds it is too uncertain for many comparisons, so `mean` is the mean of own / M_rest over all pairs
-of encodings, times the pair's M_rest; a single accuracy, and a single pair, use `own` only. For the mean squares two
-examples are added to X, one right in all seeds and one wrong in all (for differences +1 and -1, as Agresti and Min do,
-Statistics in Medicine 24, 2005), so that variances are not 0 if all answers are right.
+u the variance of an entry of X and M the mean squares of its two-way layout (Searle, Casella and McCulloch, Variance
+Components, 1992, ch. 4): n for seeds that agree on every example, n S for independent entries, less than n if training
+runs differ by more than examples explain. `own` is the mean square between the seeds of X. A few seeds tell it badly,
+so `mean` is own / M_rest over all pairs times M_rest of the pair; a single accuracy or pair has `own` only. Two
+examples are added to X, right and wrong in all seeds (differences: +1 and -1, Agresti and Min, Statistics in Medicine
+24, 2005), so that no variance is 0. With one seed intervals are of the trained models: they know no variation between
+runs.
 
-Intervals. One accuracy: Wilson's (JASA 22, 1927). A difference: Tango's score interval for paired proportions
-(Statistics in Medicine 17, 1998), which excludes 0 if McNemar's test rejects. Both use effective examples in place of
-examples, as Korn and Graubard do for clustered samples (Survey Methodology 24, 1998), and the quantile of Student's t
-with (k - 1) (S - 1) (V / M_seed)² degrees of freedom (Satterthwaite, Biometrics Bulletin 2, 1946), k the number of
-encodings from which M_seed is estimated, and 2 for a single accuracy. With one seed they are Wilson's and Tango's
-original intervals of n examples. They then hold for the models that were trained: variation between training runs is
-not included.
+Everything else (mIoU, AP, slopes, ratios, scores of seeds): one bootstrap, `draw`, the same draws of examples and seeds
+for all estimates of a study. Examples are resampled. Seeds are too few for that: a draw moves each run's value by a
+normal deviate. Deviations are divided by the root of a mean square drawn with the degrees of freedom of its estimate,
+so that intervals of a few examples or seeds are as wide as those of a normal sample's mean.
 
-`benchmarks/calibration.py` measures the coverage of these intervals; the tables are in `docs/statistics.md`.
+Several differences: max-T. The quantile of an interval is that of the largest |T| of all of them in bootstrap draws of
+the accuracies, examples with normal multipliers (Chernozhukov, Chetverikov and Kato, Annals of Statistics 41, 2013),
+seeds as above, but with no less variance than M_rest, which many answers tell. A difference by itself has the quantile
+of its own |T|. Over all pairs this covers the comparison with a best that is chosen from the same data.
+
+`benchmarks/calibration.py` measures coverage and error rates; `docs/statistics.md` has them.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
-from statistics import fmean
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import betaincinv, ndtri, stdtrit
-from scipy.stats import binom
+from scipy.special import betaincinv, chdtri, ndtri
+from scipy.stats import rankdata
 
-from torchrope_lab.conclusion import (
-    BASELINE,
-    ERROR_RATE,
-    STILL_RISING,
-    Conclusion,
-    Interval,
-    Kind,
-    Needed,
-    can_show_learning,
-    rise,
-)
+from torchrope_lab.conclusion import BASELINE, ERROR_RATE, Conclusion, Interval, Kind, can_show_learning
 from torchrope_lab.mistakes import Mistake
 from torchrope_lab.schema import ClosedUnit, OpenUnit, convert, short
 
-POWER = 0.8
-"""Power of the test at the gap `detectable` and at the sample size `needed`."""
-MOST_SEEDS = 100
-"""Largest number of seeds that `needed` proposes."""
-UNEQUAL = 1.5
-"""Size of the largest class relative to the smallest from which a conclusion has balanced accuracies."""
+CHEAPER = 0.05
+"""Share of a training step by which an encoding must be shown to cost less, to be called cheaper."""
+DRAWS = 2000
+"""Draws of every bootstrap."""
 _MOST_WEIGHTS = 2**23
 """Weights of a block of bootstrap draws."""
 
@@ -77,30 +63,21 @@ def conclude(
     chance: float,
     margin: float = 0.01,
     costs: Mapping[str, ArrayLike] | None = None,
-    curves: Mapping[str, Sequence[float]] | None = None,
-    labels: ArrayLike | None = None,
 ) -> Conclusion:
     """Conclude what a comparison of encodings has shown. The first rule that holds decides the kind:
 
     1. "cannot-tell": there is only one name, or so few examples that a model which is right on all of them is not
        significantly above chance (4 examples of two classes): such a run cannot show that anything was learned.
-    2. "nothing-learned": no accuracy is significantly above chance, by exact one-sided lower bounds (Clopper and
-       Pearson's) of level 1 - 5 % / k: if all k models are at chance, the probability that any is called learned is at
-       most 5 %.
-    3. "position-irrelevant": "none" is among the names, and the 95 % interval of each other name's gain over none lies
-       within ±margin. Each is a pair of one-sided tests at 2.5 % (Schuirmann, Journal of Pharmacokinetics and
-       Biopharmaceutics 15, 1987), and all of them must reject, so that the claim is false in at most 2.5 % of runs
-       without further correction (intersection-union, Berger, Technometrics 24, 1982). A gain that is not significant
-       does not suffice.
-    4. "best": all other names are behind the name of the highest accuracy. The best is chosen from the data, so all
-       k (k - 1) / 2 pairs are tested, at 5 % in all by Holm's procedure (Scandinavian Journal of Statistics 6, 1979):
-       the chance to call any of k equal encodings behind is at most 5 %.
-    5. "tied", or "cheaper" if one of the tied costs significantly less than every other tied encoding: several are
-       not significantly different from the best, and another is behind, or the 95 % intervals of all differences lie
-       within ±margin.
+    2. "nothing-learned": no accuracy of the trained models is significantly above chance, by exact one-sided lower
+       bounds (Clopper and Pearson's) of level 1 - 5 % / k for k encodings.
+    3. "position-irrelevant": "none" is among the names, and the interval of each other name's gain over none lies
+       within ±margin. A gain that is not significant does not suffice.
+    4. "best": all other names are behind the name of the highest accuracy: the intervals of its gaps exclude 0.
+    5. "tied", or "cheaper" if one of the tied costs at least 5 % less than every other: several are not significantly
+       different from the best, and another is behind, or the intervals of all differences lie within ±margin.
     6. "cannot-tell": otherwise.
 
-    With fewer than three seeds, or if an accuracy still rises at the end of training, its `scope` is not the encodings.
+    Intervals of gaps and gains are simultaneous over all pairs of names (max-T), nominally of 95 %.
 
     Args:
         correct: Right (1) or wrong (0) by name, `(seeds, examples)`, or `(examples,)` for one seed; the same seeds and
@@ -108,14 +85,12 @@ def conclude(
         chance: Accuracy of the best constant prediction: the share of the most frequent class.
         margin: Differences within it count as irrelevant.
         costs: Costs of rounds relative to the same reference by name, `(rounds,)`, the same rounds for all, for all
-            names or some. They are compared in pairs by the exact interval of the median ratio, at 5 % over all pairs.
-            If one of the tied has no costs, "cheaper" is not claimed.
-        curves: Accuracy after every epoch by name, the mean over seeds, for all names or some.
-        labels: Class of every example, for balanced accuracies.
+            names or some. "cheaper" needs 95 % intervals of its median ratio to each other tied name below 0.95, and
+            costs of all the tied.
 
     Raises:
         ValueError: arrays are empty, not of zeros and ones, or of different shapes; chance or margin is out of range;
-            costs are not positive; costs or curves are of unknown names; labels are not one per example.
+            costs are not positive or of unknown names.
 
     Example:
         >>> right = {"none": [1, 0] * 100, "mixed": [1] * 190 + [0] * 10, "axial": [1] * 188 + [0] * 12}
@@ -125,15 +100,40 @@ def conclude(
     arrays = _arrays(correct)
     chance, margin = (convert(ClosedUnit, *each) for each in ((chance, "chance"), (margin, "margin")))
     charged = _costs(costs or {}, arrays)
-    conclusion = _Comparison(arrays).conclude(chance, margin)
-    if conclusion.kind == "tied" and (cheapest := _cheapest(conclusion, charged)):
-        conclusion = replace(conclusion, kind="cheaper", cheapest=cheapest)
-    rises = {name: rise(curve) for name, curve in _of_names(curves or {}, arrays, "curves").items()}
-    return replace(
-        conclusion,
-        converged={name: risen <= STILL_RISING for name, risen in rises.items() if risen is not None},
-        epochs=max(map(len, (curves or {}).values()), default=0) or None,
-        balanced={} if labels is None else _balanced(arrays, labels),
+    names = sorted(arrays, key=lambda name: (-float(arrays[name].mean()), name))
+    sums = _Sums(np.stack([arrays[name] for name in names]))
+    pairs = _all_pairs(sums, names)
+    gains = {name: pairs[name, BASELINE] for name in names if (name, BASELINE) in pairs}
+    gaps = {name: pairs[names[0], name] for name in names[1:]}
+    behind = [name for name, gap in gaps.items() if gap.low > 0]
+    kind: Kind = "cannot-tell"
+    if not gaps or not can_show_learning(sums.examples, len(names), chance):
+        behind = []
+    elif not _learned(sums, chance):
+        kind, behind = "nothing-learned", []
+    elif _within(gains.values(), margin):
+        kind = "position-irrelevant"
+    elif len(behind) == len(gaps):
+        kind = "best"
+    elif behind or _within(pairs.values(), margin):
+        kind = "tied"
+    best = None if kind == "nothing-learned" else names[0]
+    tied = [name for name in names if name != best and name not in behind]
+    cheapest = _cheapest([names[0], *tied], charged) if kind == "tied" else None
+    low, high = sums.accuracies().wilson(ERROR_RATE / 2)
+    return Conclusion(
+        kind="cheaper" if cheapest else kind,
+        best=best,
+        tied=tuple(tied),
+        behind=tuple(behind),
+        cheapest=cheapest,
+        intervals={name: (float(low[i]), float(high[i])) for i, name in enumerate(names)},
+        gains=gains,
+        gaps=gaps if best else {},
+        examples=sums.examples,
+        seeds=sums.seeds,
+        chance=chance,
+        margin=margin,
     )
 
 
@@ -152,9 +152,7 @@ def accuracy_interval(correct: ArrayLike, *, level: float = 0.95) -> Interval:
         0.926
     """
     right = _array(correct, "correct")
-    tail = (1 - convert(OpenUnit, level, "level")) / 2
-    spread = _accuracy_spread(_Sums(right[None]))
-    low, high = _wilson(_Sums(right[None]).accuracy, spread.effective, spread.quantile(tail))
+    low, high = _Sums(right[None]).accuracies().wilson((1 - convert(OpenUnit, level, "level")) / 2)
     return Interval(float(right.mean()), float(low[0]), float(high[0]))
 
 
@@ -168,9 +166,8 @@ def difference_interval(a: ArrayLike, b: ArrayLike, *, level: float = 0.95) -> I
     Raises:
         ValueError: an array is empty or not of zeros and ones, shapes differ, or the level is not between 0 and 1.
     """
-    tail = (1 - convert(OpenUnit, level, "level")) / 2
-    sums = _Sums(np.stack(list(_arrays({"a": a, "b": b}).values())))
-    return _Pairs(sums).intervals(tail)[0]
+    found = _Sums(np.stack(list(_arrays({"a": a, "b": b}).values()))).differences([0], [1])
+    return found.tango(found.quantile((1 - convert(OpenUnit, level, "level")) / 2))[0]
 
 
 def differences(correct: Mapping[str, ArrayLike], pairs: Sequence[tuple[str, str]]) -> list[Interval]:
@@ -181,34 +178,16 @@ def differences(correct: Mapping[str, ArrayLike], pairs: Sequence[tuple[str, str
         pairs: Names, at least one pair.
 
     Returns:
-        Tango's intervals, simultaneously of 95 % (Bonferroni): one excludes 0 if and only if its difference is
-        significant at 5 % over all pairs.
+        Tango's intervals, simultaneous over all pairs (max-T, nominally 95 %): a difference is significant if its
+        interval excludes 0.
 
     Raises:
         ValueError: arrays are empty, not of zeros and ones, or of different shapes.
     """
     arrays = _arrays(correct)
-    names = [*arrays]
-    first, second = (np.array([names.index(pair[side]) for pair in pairs]) for side in (0, 1))
-    return _Pairs(_Sums(np.stack(list(arrays.values()))), first, second).intervals(ERROR_RATE / 2 / len(pairs))
-
-
-def holm_intervals(intervals: Callable[[float], Sequence[Interval]]) -> list[Interval]:
-    """Test several differences at 5 % over all of them by Holm's procedure; compute intervals of its last level.
-
-    Args:
-        intervals: Maps a level of confidence to the intervals of all differences, at least one.
-
-    Returns:
-        Intervals of the level of the last test: one excludes 0 if and only if its difference is significant. They are
-        not simultaneous intervals: the more differences are significant, the less often all of them are right.
-    """
-
-    def differ(tail: float) -> NDArray[np.bool_]:
-        return np.array([each.low > 0 or each.high < 0 for each in intervals(1 - 2 * tail)])
-
-    tail, _ = _holm(len(intervals(1 - ERROR_RATE)), differ)
-    return list(intervals(1 - 2 * tail))
+    first, second = ([[*arrays].index(pair[side]) for pair in pairs] for side in (0, 1))
+    found = _Sums(np.stack(list(arrays.values()))).differences(first, second)
+    return found.tango(found.simultaneous_quantile())
 
 
 def constant_accuracy(labels: ArrayLike) -> float:
@@ -222,53 +201,53 @@ def constant_accuracy(labels: ArrayLike) -> float:
     return float(counts.max() / counts.sum())
 
 
+def balanced_accuracy(correct: ArrayLike, labels: ArrayLike) -> float:
+    """Compute the mean over classes of the accuracy on each, from right or wrong `(seeds, examples)` and classes.
+
+    Example:
+        >>> balanced_accuracy([1, 1, 0], [0, 0, 1])
+        0.5
+    """
+    right, classes = np.atleast_2d(correct).mean(axis=0), np.asarray(labels)
+    return float(np.mean([right[classes == one].mean() for one in np.unique(classes)]))
+
+
 def median_interval(values: ArrayLike, *, level: float = 0.95) -> Interval:
-    """Compute the median with its exact interval by order statistics, which assumes no distribution.
+    """Compute the median with its bootstrap interval.
 
     Args:
-        values: `(count,)`. Ends are infinite if there are too few for the level: fewer than 6 for 95 %.
-        level: Confidence level.
-
-    Raises:
-        ValueError: there are none, one is not finite, or the level is not between 0 and 1.
-
-    Source: Conover, Practical Nonparametric Statistics, 1999, section 3.2.
-    """
-    ordered = np.sort(_finite(values, "values"))
-    left_out = int(binom.ppf((1 - convert(OpenUnit, level, "level")) / 2, len(ordered), 0.5)) - 1
-    if left_out < 0:
-        return Interval(float(np.median(ordered)), -math.inf, math.inf)
-    return Interval(float(np.median(ordered)), float(ordered[left_out]), float(ordered[-1 - left_out]))
-
-
-def mean_interval(values: ArrayLike, *, level: float = 0.95) -> Interval:
-    """Compute the mean with Student's interval, for values that are close to normal, such as scores of seeds.
-
-    Args:
-        values: `(count,)`. Ends are infinite for one value.
+        values: `(count,)`. Ends are infinite for fewer than 6, which show no interval of 95 %.
         level: Confidence level.
 
     Raises:
         ValueError: there are none, one is not finite, or the level is not between 0 and 1.
     """
-    numbers = _finite(values, "values")
-    mean, tail, count = float(numbers.mean()), (1 - convert(OpenUnit, level, "level")) / 2, len(numbers)
-    if count == 1:
-        return Interval(mean, -math.inf, math.inf)
-    half = float(_student(np.array(count - 1.0), tail) * numbers.std(ddof=1) / math.sqrt(count))
-    return Interval(mean, mean - half, mean + half)
+    numbers, tail = np.sort(_finite(values, "values")), (1 - convert(OpenUnit, level, "level")) / 2
+    if len(numbers) < 6:
+        return Interval(float(np.median(numbers)), -math.inf, math.inf)
+    medians = np.median(np.random.default_rng(0).choice(numbers, (DRAWS, len(numbers))), axis=1)
+    return Interval(float(np.median(numbers)), *map(float, np.quantile(medians, (tail, 1 - tail))))
 
 
-def draw(statistics: Sequence[Statistic], examples: int, *, draws: int = 1000, seed: int = 0) -> "BootstrapEstimate":
+def over_seeds(values: ArrayLike) -> "BootstrapEstimate":
+    """Return scores of seeds `(seeds,)`, which no examples are behind, as an estimate, for its mean and interval.
+
+    Raises:
+        ValueError: there are none, or one is not finite.
+    """
+    scores = _finite(values, "values")
+    return BootstrapEstimate(scores, np.tile(scores[:, None], DRAWS), 1)
+
+
+def draw(statistics: Sequence[Statistic], examples: int, *, draws: int = DRAWS) -> "BootstrapEstimate":
     """Compute a statistic without a closed form (mIoU, AP) on all examples and on bootstrap draws of them.
 
-    Draws are the same for the same `examples` and `seed`, so that differences of two estimates are paired.
+    Draws are the same for the same number of examples, so that differences of two estimates are paired.
 
     Args:
         statistics: For each training run, maps weights of examples `(draws, examples)` to values `(draws,)`.
         examples: Number of examples.
         draws: Number of bootstrap draws.
-        seed: Seed of the draws.
 
     Raises:
         ValueError: there are no statistics, or fewer than one example or two draws.
@@ -276,21 +255,26 @@ def draw(statistics: Sequence[Statistic], examples: int, *, draws: int = 1000, s
     if not statistics or examples < 1 or draws < 2:
         rule = "a bootstrap needs at least one statistic, one example and two draws"
         raise Mistake(f"{rule}, got {len(statistics)}, {examples} and {draws}")
-    blocks = [[each(weights) for each in statistics] for weights in resample(examples, draws=draws, seed=seed)]
+    blocks = [[each(weights) for each in statistics] for weights in resample(examples, draws=draws)]
     on_all = [float(each(np.ones((1, examples), dtype=int))[0]) for each in statistics]
     return BootstrapEstimate(np.array(on_all), np.concatenate(blocks, axis=1), examples)
 
 
-def resample(examples: int, *, draws: int = 1000, seed: int = 0) -> Iterator[np.ndarray]:
+def resample(examples: int, *, draws: int = DRAWS) -> Iterator[np.ndarray]:
     """Draw examples with replacement, in blocks of draws of at most 64 MiB, or one draw.
 
     Yields:
         How often each draw contains each example, `(draws of the block, examples)`.
     """
-    random, shares = np.random.default_rng(seed), np.full(examples, 1 / examples)
-    block = max(1, _MOST_WEIGHTS // examples)
-    for first in range(0, draws, block):
-        yield random.multinomial(examples, shares, min(block, draws - first))
+    weights, block = _drawn_examples(examples, draws), max(1, _MOST_WEIGHTS // examples)
+    yield from (weights[first : first + block].astype(int) for first in range(0, draws, block))
+
+
+@lru_cache(maxsize=1)
+def _drawn_examples(examples: int, draws: int) -> NDArray[np.uint8]:
+    random = np.random.default_rng(0)
+    drawn = (random.integers(examples, size=examples) for _ in range(draws))
+    return np.stack([np.bincount(each, minlength=examples).astype(np.uint8) for each in drawn])
 
 
 @dataclass(frozen=True)
@@ -320,37 +304,69 @@ class BootstrapEstimate:
             self.on_all[:seeds] - other.on_all[:seeds], self.draws[:seeds] - other.draws[:seeds], self.examples
         )
 
-    def interval(self, level: float = 0.95) -> Interval:
-        """Compute the mean over training runs with its bootstrap interval.
+    @cached_property
+    def drawn(self) -> Array:
+        """The mean over training runs in each draw of examples and seeds, `(draws,)`."""
+        # Values of runs differ by examples too: what each run's examples contribute is counted once, between runs.
+        (seeds, count), mean = self.draws.shape, self.draws.mean(axis=0)
+        moved = (mean - self.mean) / np.sqrt(_mean_squares(self.examples - 1, count) * (1 - 1 / max(self.examples, 2)))
+        if seeds == 1:
+            return self.mean + moved
+        own, variance = float(np.var(self.on_all, ddof=1)) / seeds, float(mean.var())
+        rest = max(float(self.draws.var(axis=1).mean()) - variance, 0.0) / (seeds - 1)
+        if own and variance:
+            moved = moved * math.sqrt(max(1 - rest / variance, 0.0))
+        return self.mean + moved + max(1.0, math.sqrt(rest / own) if own else 0.0) * moved_by_seeds(self.on_all, count)
 
-        With d the distance from the estimate to a percentile of the mean over seeds, drawn over examples, and V_draws
-        the variance of the draws, an end of the interval is √(d² V_examples / V_draws + z² V_seeds) t / z away. V_seeds
-        is the variance of the mean between training runs, V_examples the contribution of examples, and t Student's
-        quantile with Satterthwaite's degrees of freedom. With one seed this is the expanded percentile interval
-        (Hesterberg, American Statistician 69, 2015). If all draws are equal, as for a perfect score, the interval has
-        zero width and carries no information.
+    def interval(self, level: float = 0.95) -> Interval:
+        """Compute the mean over training runs with the percentiles of `drawn`; infinite for one seed and example.
+
+        If all draws are equal, as for a perfect score, the interval has zero width and carries no information.
         """
         tail = (1 - convert(OpenUnit, level, "level")) / 2
-        mean, estimate, seeds = self.draws.mean(axis=0), self.mean, len(self.on_all)
-        low, high = np.quantile(mean, (tail, 1 - tail))
-        of_examples = float(mean.var()) * self.examples / max(self.examples - 1, 1)
-        of_rest = float(self.draws.var(axis=1).mean() - mean.var()) / max(seeds - 1, 1)
-        of_seeds = max(float(np.var(self.on_all, ddof=1)) / seeds, of_rest) if seeds > 1 else 0.0
-        of_examples = max(of_examples - of_rest, 0.0)
-        variance = of_seeds + of_examples
-        if not variance:
-            return Interval(estimate, estimate, estimate)
-        share = (of_examples**2 / max(self.examples - 1, 1) + of_seeds**2 / max(seeds - 1, 1)) / variance**2
-        normal = float(ndtri(1 - tail))
-        wider = float(stdtrit(1 / share, 1 - tail)) / normal
-        scale = of_examples / float(mean.var()) if of_examples else 0.0
+        if self.examples == len(self.on_all) == 1:
+            return Interval(self.mean, -math.inf, math.inf)
+        return Interval(self.mean, *map(float, np.quantile(self.drawn, (tail, 1 - tail))))
 
-        def distance(percentile: float) -> float:
-            return wider * math.sqrt(scale * max(percentile, 0.0) ** 2 + of_seeds * normal**2)
 
-        return Interval(
-            estimate, estimate - distance(estimate - float(low)), estimate + distance(float(high) - estimate)
-        )
+@lru_cache(maxsize=16)
+def _mean_squares(freedom: int, draws: int) -> Array:
+    """Draw mean squares with degrees of freedom, relative to what they estimate, `(draws,)`; 1 for none."""
+    if freedom < 1:
+        return np.ones(draws)
+    drawn = chdtri(freedom, (np.arange(draws) + 0.5) / draws) / freedom
+    return np.random.default_rng(freedom).permutation(drawn)
+
+
+@lru_cache(maxsize=16)
+def _normal(columns: int, draws: int, seed: int) -> Array:
+    """Draw normal deviates `(draws, columns)` whose columns each have the normal quantiles."""
+    quantiles = np.tile(ndtri((np.arange(draws) + 0.5) / draws), (columns, 1))
+    return np.random.default_rng(seed).permuted(quantiles, axis=1).T
+
+
+def moved_by_seeds(values: Array, draws: int = DRAWS) -> Array:
+    """Draw how far means over seeds are from those of all seeds: of values `(seeds, ...)`, `(draws, ...)`."""
+    seeds, half = len(values), (draws + 1) // 2
+    if seeds == 1:
+        return np.zeros((draws, *values.shape[1:]))
+    weights = _normal(seeds, half, 1) / np.sqrt(_mean_squares(seeds - 1, half) * seeds * (seeds - 1))[:, None]
+    moved = np.tensordot(weights, values - values.mean(axis=0), axes=1)
+    return np.concatenate([moved, -moved])[:draws]  # symmetric
+
+
+def simultaneous_level(drawn: Sequence[Array]) -> float:
+    """Compute the level at which percentile intervals of estimates with draws `(draws,)` together hold 95 % of draws.
+
+    Source: Beran, Annals of Statistics 18, 1990.
+    """
+    known = [each for each in drawn if not np.isnan(each).any()]
+    if not known:
+        return 1 - ERROR_RATE
+    rows = np.stack(known)
+    below, above = (rankdata(sign * rows, method="max", axis=1) for sign in (1, -1))
+    outside = 2 * np.minimum(below, above).min(axis=0) / rows.shape[1]  # of the least likely end that a draw reaches
+    return float(np.clip(1 - np.quantile(outside, ERROR_RATE), 1 - ERROR_RATE, 1 - 1e-9))
 
 
 # ---- variance
@@ -361,146 +377,104 @@ class _Sums:
 
     def __init__(self, right: Array) -> None:
         self.names, self.seeds, self.examples = right.shape
-        by_example = right.sum(axis=1)
+        by_example, flat = right.sum(axis=1), right.reshape(self.names, -1)
         self.by_seed = right.sum(axis=2)
         self.right = self.by_seed.sum(axis=1)
-        self.both = np.einsum("ase,bse->ab", right, right, optimize=True)
-        """Number of answers that are right with both encodings of a pair, `(k, k)`."""
-        self.products = by_example @ by_example.T
-        """Products of the two encodings' numbers of seeds that are right, summed over examples, `(k, k)`."""
+        self.both = flat @ flat.T  # answers that are right with both encodings of a pair, `(k, k)`
+        self.products = by_example @ by_example.T  # of their numbers of seeds that are right, summed over examples
+
+    def accuracies(self) -> "_Means":
+        """Return all accuracies, each by itself."""
+        return _Means(self, np.eye(self.names), compared=1)
+
+    def differences(self, first: ArrayLike, second: ArrayLike) -> "_Means":
+        """Return the accuracies of the first of pairs of encodings minus those of the second."""
+        one, other = (np.eye(self.names)[np.asarray(each, dtype=int)] for each in (first, second))
+        contrasts = one - other
+        rank = int(np.linalg.matrix_rank(contrasts)) if contrasts.size else 0  # numpy 2.2 raises for none
+        return _Means(self, contrasts, compared=rank)  # k - 1 for all pairs
+
+
+class _Means:
+    """Accuracies or differences, `contrasts` `(means, k)` of encodings, with their effective examples `(means,)`.
+
+    Runs contribute the share `of_runs` to the variance, as estimated between runs with `freedom` degrees of freedom, 0
+    for one seed, and `of_rest` at least: what single answers leave.
+    """
+
+    def __init__(self, sums: _Sums, contrasts: Array, compared: int) -> None:
+        self.sums, self.contrasts, self.answers = sums, contrasts, sums.seeds * sums.examples
+        self.right = contrasts @ sums.right
+        self.squares = self._of_contrasts(sums.both)  # of entries, summed: answers that are right, or that differ
+        self.effective = np.full(len(contrasts), float(sums.examples))
+        self.of_runs = self.of_rest = np.zeros(len(contrasts))
+        self.freedom, seeds, held = compared * (sums.seeds - 1), sums.seeds, sums.examples + 2
+        if seeds == 1:
+            return
+        kind = contrasts.sum(axis=1)  # 1 of an accuracy, to which 1 and 0 are added; 0 of a difference: 1 and -1
+        by_seed = contrasts @ sums.by_seed + kind[:, None]
+        level = by_seed.sum(axis=1) ** 2 / (seeds * held)
+        total = self.squares + (2 - kind) * seeds - level
+        between = self._of_contrasts(sums.products) / seeds + (2 - kind) * seeds - level
+        entry, of_examples = total / (seeds * (held - 1)), between / (held - 1)
+        own = np.maximum((by_seed**2).sum(axis=1) / held - level, 0)
+        of_rest = np.maximum(total - between - own, 0) / ((seeds - 1) * (held - 1))
+        own = own / (seeds - 1)
+        some = (of_rest > 1e-12 * entry) & (compared > 1)
+        of_runs = np.maximum(own, np.mean(own[some] / of_rest[some]) * of_rest if some.any() else 0)
+        together = np.maximum(np.maximum(of_runs, of_rest) + np.maximum(of_examples - of_rest, 0), entry)
+        self.effective = self.answers * entry / together
+        self.of_runs, self.of_rest = of_runs / together, of_rest / together
+
+    def _of_contrasts(self, products: Array) -> Array:
+        return np.asarray((self.contrasts @ products * self.contrasts).sum(axis=1))
 
     @property
-    def answers(self) -> int:
-        return self.seeds * self.examples
+    def of_examples(self) -> Array:
+        return 1 - np.maximum(self.of_runs, self.of_rest)
 
-    @property
-    def accuracy(self) -> Array:
-        return self.right / self.answers
-
-
-@dataclass(frozen=True)
-class _Spread:
-    """Uncertainty of means: `effective` examples, degrees of freedom, and the mean squares, all `(means,)`."""
-
-    effective: Array
-    freedom: Array
-    of_seeds: Array
-    of_examples: Array
-    of_rest: Array
+    def _drawn_of_runs(self) -> Array:
+        """Draw what runs may contribute, given its estimate, `(DRAWS, means)`."""
+        return np.maximum(self.of_runs / _mean_squares(self.freedom, DRAWS)[:, None], self.of_rest)
 
     def quantile(self, tail: float) -> Array:
-        """Return Student's quantile that is exceeded with this probability; the normal one with one seed."""
-        return _student(self.freedom, tail)
+        """Return the quantile of each |T| by itself that is exceeded with this probability at either end."""
+        normal = -float(ndtri(tail))
+        if not self.freedom:
+            return np.full_like(self.effective, normal)
+        drawn = abs(_normal(1, DRAWS, 0)) * np.sqrt(self.of_examples + self._drawn_of_runs())
+        return np.maximum(np.quantile(drawn, 1 - 2 * tail, axis=0), normal)
 
+    def simultaneous_quantile(self) -> Array:
+        """Return the quantile of the largest |T| (max-T), for all."""
+        if len(self.contrasts) < 2:
+            return self.quantile(ERROR_RATE / 2)
+        covariance = self.sums.products - np.outer(self.sums.right, self.sums.right) / self.sums.examples  # of examples
+        values, vectors = np.linalg.eigh(covariance)
+        root = vectors * np.sqrt(np.maximum(values, 0)) @ vectors.T
+        variance = self._of_contrasts(covariance)
+        differ = variance > 1e-9 * self.sums.examples
+        scale = np.where(differ, np.sqrt(self.of_examples / np.where(differ, variance, 1)), 0)
+        drawn = _normal(self.sums.names, DRAWS, 0) @ (root @ self.contrasts.T * scale)
+        if self.freedom:
+            runs = _normal(self.sums.names, DRAWS, 1) @ (self.contrasts.T / math.sqrt(2))
+            drawn += runs * np.sqrt(self._drawn_of_runs())
+        quantile = float(np.quantile(abs(drawn).max(axis=1), 1 - ERROR_RATE))
+        return np.full(len(differ), max(quantile, -float(ndtri(ERROR_RATE / 2))))
 
-def _student(freedom: Array, tail: float) -> Array:
-    """Compute Student's quantile exceeded with this probability, the normal one for infinite degrees of freedom."""
-    return -np.where(np.isinf(freedom), ndtri(tail), stdtrit(np.minimum(freedom, 1e9), tail))
+    def wilson(self, tail: float) -> tuple[Array, Array]:
+        """Compute the ends of Wilson's intervals of accuracies."""
+        share, squared = self.right / self.answers, self.quantile(tail) ** 2 / self.effective
+        centre = (share + squared / 2) / (1 + squared)
+        half = np.sqrt(squared * (share * (1 - share) + squared / 4)) / (1 + squared)
+        low, high = np.maximum(centre - half, 0), np.minimum(centre + half, 1)
+        return np.where(share == 0, 0, low), np.where(share == 1, 1, high)
 
-
-def _spread(by_seed: Array, squares: Array, products: Array, examples: int, compared: int) -> _Spread:
-    """Compute effective examples and degrees of freedom of means from sums that include the two added examples."""
-    # by_seed: (means, seeds); squares of all entries, products: of sums over seeds, (means,); compared: encodings - 1
-    seeds, held = by_seed.shape[1], examples + 2
-    level = by_seed.sum(axis=1) ** 2 / (seeds * held)
-    total = squares - level
-    between = products / seeds - level
-    entry = total / (seeds * (held - 1))
-    if seeds == 1:
-        zero = np.zeros_like(entry)
-        return _Spread(np.full_like(entry, examples), np.full_like(entry, np.inf), zero, between / (held - 1), zero)
-    of_examples = between / (held - 1)
-    own = np.maximum((by_seed**2).sum(axis=1) / held - level, 0)
-    of_rest = np.maximum(total - between - own, 0) / ((seeds - 1) * (held - 1))
-    own = own / (seeds - 1)
-    some = (of_rest > 1e-12 * entry) & (compared > 1)
-    mean = np.mean(own[some] / of_rest[some]) if some.any() else 0.0
-    of_seeds = np.maximum(np.maximum(own, of_rest), mean * of_rest)
-    together = np.maximum(of_seeds + np.maximum(of_examples - of_rest, 0), entry)
-    with np.errstate(divide="ignore"):
-        freedom = compared * (seeds - 1) * (together / of_seeds) ** 2
-    return _Spread(examples * seeds * entry / together, freedom, of_seeds, of_examples, of_rest)
-
-
-def _accuracy_spread(sums: _Sums) -> _Spread:
-    """Compute the spread of each accuracy separately, with the variance between its own seeds."""
-    return _spread(
-        sums.by_seed + 1,
-        sums.right + sums.seeds,
-        sums.products.diagonal() + sums.seeds**2,
-        sums.examples,
-        compared=1,
-    )
-
-
-class _Pairs:
-    """Differences of pairs of encodings, by default all of them, `(pairs,)`: the first of a pair minus the second."""
-
-    def __init__(
-        self, sums: _Sums, first: NDArray[np.intp] | None = None, second: NDArray[np.intp] | None = None
-    ) -> None:
-        if first is None or second is None:
-            first, second = np.triu_indices(sums.names, 1)
-        self.first, self.second = one, other = first, second
-        signs = np.eye(sums.names)
-        both = sums.both[one, other]
-        self.gained = (sums.right[one] - both) / sums.answers
-        """Share of answers that are right with the first only."""
-        self.lost = (sums.right[other] - both) / sums.answers
-        squared = sums.products.diagonal()
-        differences = signs[one] - signs[other]
-        rank = int(np.linalg.matrix_rank(differences)) if differences.size else 0  # numpy 2.2 raises for none
-        self.spread = _spread(
-            sums.by_seed[one] - sums.by_seed[other],
-            sums.right[one] + sums.right[other] - 2 * both + 2 * sums.seeds,
-            squared[one] + squared[other] - 2 * sums.products[one, other] + 2 * sums.seeds**2,
-            sums.examples,
-            compared=rank,  # sums.names - 1 for all pairs
-        )
-
-    def __len__(self) -> int:
-        return len(self.first)
-
-    @property
-    def difference(self) -> Array:
-        return self.gained - self.lost
-
-    @property
-    def unequal(self) -> Array:
-        """Share of answers that differ."""
-        return self.gained + self.lost
-
-    def differ(self, tail: float) -> NDArray[np.bool_]:
-        """Return whether intervals with this tail probability at each end exclude 0: McNemar's test."""
-        return self.difference**2 * self.spread.effective > self.unequal * self.spread.quantile(tail) ** 2
-
-    def intervals(self, tail: float, which: slice = slice(None)) -> list[Interval]:
-        """Compute Tango's intervals with this tail probability at each end, of all pairs or those of `which`."""
-        quantile = self.spread.quantile(tail)[which]
-        low, high = _tango(self.gained[which], self.lost[which], self.spread.effective[which], quantile)
-        return [Interval(*map(float, each)) for each in zip(self.difference[which], low, high, strict=True)]
-
-    def by_names(self, names: Sequence[str], tail: float) -> dict[tuple[str, str], Interval]:
-        """Compute Tango's intervals of all pairs, in both orders of the names."""
-        found = self.intervals(tail)
-        forward = {(names[i], names[j]): each for i, j, each in zip(self.first, self.second, found, strict=True)}
-        return forward | {(two, one): _negative(each) for (one, two), each in forward.items()}
-
-    def detectable(self, tail: float) -> Array:
-        """Compute the smallest difference that is shown with `POWER`; infinite if there is none."""
-        noncentrality = (self.spread.quantile(tail) + self.spread.quantile(1 - POWER)) ** 2 / self.spread.effective
-        gap = np.maximum(
-            np.sqrt(noncentrality * self.unequal), noncentrality
-        )  # [pairs]: answers that differ are at least the gap
-        return np.where(gap <= 1, gap, np.inf)
-
-
-def _wilson(share: Array, examples: Array, quantile: Array) -> tuple[Array, Array]:
-    """Compute the ends of Wilson's interval."""
-    squared = quantile**2 / examples
-    centre = (share + squared / 2) / (1 + squared)
-    half = np.sqrt(squared * (share * (1 - share) + squared / 4)) / (1 + squared)
-    return np.where(share == 0, 0, np.maximum(centre - half, 0)), np.where(share == 1, 1, np.minimum(centre + half, 1))
+    def tango(self, quantile: Array) -> list[Interval]:
+        """Compute Tango's intervals of differences."""
+        gained, lost = ((self.squares + sign * self.right) / 2 / self.answers for sign in (1, -1))
+        low, high = _tango(gained, lost, self.effective, quantile)
+        return [Interval(*map(float, each)) for each in zip(self.right / self.answers, low, high, strict=True)]
 
 
 def _tango(gained: Array, lost: Array, examples: Array, quantile: Array) -> tuple[Array, Array]:
@@ -522,128 +496,21 @@ def _tango(gained: Array, lost: Array, examples: Array, quantile: Array) -> tupl
     return outer[0], outer[1]
 
 
-def _holm(count: int, differ: Callable[[float], NDArray[np.bool_]]) -> tuple[float, NDArray[np.bool_]]:
-    """Run Holm's procedure; return the tail at which it ends, and which of the differences are significant."""
-    rejected = np.zeros(count, dtype=bool)
-    while True:
-        tail = ERROR_RATE / 2 / max(int((~rejected).sum()), 1)
-        now = differ(tail)
-        if now.sum() <= rejected.sum():
-            return tail, rejected
-        rejected = now
-
-
 # ---- conclusions
 
 
-class _Comparison:
-    """Encodings by decreasing accuracy, and all differences between them."""
+def _all_pairs(sums: _Sums, names: Sequence[str]) -> dict[tuple[str, str], Interval]:
+    """Compute the simultaneous intervals of all differences, in both orders of the names."""
+    ends = np.triu_indices(len(names), 1)
+    found = sums.differences(*ends)
+    gaps = zip(*(each.tolist() for each in ends), found.tango(found.simultaneous_quantile()), strict=True)
+    pairs = {(names[i], names[j]): gap for i, j, gap in gaps}
+    return pairs | {(two, one): Interval(-gap[0], -gap[2], -gap[1]) for (one, two), gap in pairs.items()}
 
-    def __init__(self, arrays: dict[str, Array]) -> None:
-        means = {name: float(right.mean()) for name, right in arrays.items()}
-        self.names = sorted(arrays, key=lambda name: (-means[name], name))
-        self.sums = _Sums(np.stack([arrays[name] for name in self.names]))
-        self.pairs = _Pairs(self.sums)
 
-    def conclude(self, chance: float, margin: float) -> Conclusion:
-        tail, differ = _holm(len(self.pairs), self.pairs.differ)
-        last = len(self.names) - 1
-        behind = [name for name, differs in zip(self.names[1:], differ[:last], strict=True) if differs]
-        simultaneous = ERROR_RATE / 2 / max(len(self.pairs), 1)
-        gaps, tested = (
-            dict(zip(self.names[1:], self.pairs.intervals(each, slice(last)), strict=True))
-            for each in (simultaneous, tail)
-        )  # the first `last` pairs are those of the best
-        of_best = self.pairs.detectable(tail)[:last]
-        unshown = of_best[~differ[:last]]
-        detectable = float(np.median(unshown if unshown.size else of_best)) if last else math.inf
-        kind = self._kind(chance, margin, behind)
-        if kind in ("nothing-learned", "cannot-tell"):
-            behind = []
-        best = None if kind == "nothing-learned" else self.names[0]
-        return Conclusion(
-            kind=kind,
-            best=best,
-            tied=tuple(name for name in self.names if name != best and name not in behind),
-            behind=tuple(behind),
-            cheapest=None,
-            intervals=self._accuracies(),
-            gains=self._gains,
-            gaps=gaps if best else {},
-            detectable=detectable if math.isfinite(detectable) else None,
-            needed=self._needed(tail, 2 * margin or 0.02) if kind == "cannot-tell" and last else None,
-            examples=self.sums.examples,
-            seeds=self.sums.seeds,
-            chance=chance,
-            margin=margin,
-            tested=tested if best else {},
-        )
-
-    def _kind(self, chance: float, margin: float, behind: list[str]) -> Kind:
-        if len(self.names) == 1 or not can_show_learning(self.sums.examples, len(self.names), chance):
-            return "cannot-tell"
-        if not self._learned(chance):
-            return "nothing-learned"
-        if BASELINE in self.names and _within(list(self._gains.values()), margin):
-            return "position-irrelevant"
-        if len(behind) == len(self.names) - 1:
-            return "best"
-        if behind or self._equivalent(margin):
-            return "tied"
-        return "cannot-tell"
-
-    def _learned(self, chance: float) -> bool:
-        spread = _accuracy_spread(self.sums)
-        tail = ERROR_RATE / len(self.names)
-        examples = spread.effective * (ndtri(tail) / spread.quantile(tail)) ** 2
-        right = self.sums.accuracy * examples
-        return bool((_lower_bound(right, examples, tail) > chance).any())
-
-    def _equivalent(self, margin: float) -> bool:
-        return bool((abs(self.pairs.difference) <= margin).all()) and _within(
-            self.pairs.intervals(ERROR_RATE / 2), margin
-        )
-
-    def _accuracies(self) -> dict[str, tuple[float, float]]:
-        spread = _accuracy_spread(self.sums)
-        low, high = _wilson(self.sums.accuracy, spread.effective, spread.quantile(ERROR_RATE / 2))
-        return {name: (float(low[i]), float(high[i])) for i, name in enumerate(self.names)}
-
-    @cached_property
-    def _gains(self) -> dict[str, Interval]:
-        if BASELINE not in self.names:
-            return {}
-        by_names = self.pairs.by_names(self.names, ERROR_RATE / 2)
-        return {name: by_names[name, BASELINE] for name in self.names if name != BASELINE}
-
-    def _needed(self, tail: float, gap: float) -> Needed | None:
-        """Compute the sample size that shows a gap, with the variance of the difference of the first and the last."""
-        last, pairs, sums = len(self.names) - 2, self.pairs, self.sums
-        if gap > 1 or not pairs.unequal[last] or float(pairs.detectable(tail)[last]) <= gap:
-            return None  # equal answers tell nothing about the variance
-        spread = _Spread(*(getattr(pairs.spread, field.name)[[last]] for field in fields(_Spread)))
-        held = sums.examples + 2  # with the two added examples; below, components of variance
-        of_rest = float(spread.of_rest[0])
-        of_seeds = float(spread.of_seeds[0] - of_rest) / held
-        of_examples = max(float(spread.of_examples[0]) - of_rest, 0) / sums.seeds
-        now = of_seeds / sums.seeds + (of_examples + of_rest / sums.seeds) / held
-        scale = max(float(pairs.unequal[last]), gap) / float(spread.effective[0]) / now
-
-        def enough(quantiles: Array) -> Array:
-            return (gap / quantiles) ** 2 / scale  # [counts]: the variance that shows the gap
-
-        quantiles = spread.quantile(tail) + spread.quantile(1 - POWER)
-        left = float(enough(quantiles)[0]) - of_seeds / sums.seeds
-        examples = (of_examples + of_rest / sums.seeds) / left - held if left > 0 else math.inf
-        seeds: int | None = None
-        if sums.seeds > 1:
-            counts = np.arange(sums.seeds + 1, MOST_SEEDS + 1)
-            freedom = spread.freedom * (counts - 1) / (sums.seeds - 1)
-            quantiles = _student(freedom, tail) + _student(freedom, 1 - POWER)
-            variance = (of_seeds + of_rest / held) / counts + of_examples / held
-            shown = counts[variance <= enough(quantiles)]
-            seeds = int(shown[0]) - sums.seeds if len(shown) else None
-        return Needed(gap, max(math.ceil(examples), 1) if examples < 1e12 else None, seeds)
+def _learned(sums: _Sums, chance: float) -> bool:
+    """Return whether the trained models of an encoding are significantly above chance, as if seeds were one."""
+    return bool((_lower_bound(sums.right / sums.seeds, sums.examples, ERROR_RATE / sums.names) > chance).any())
 
 
 def _lower_bound(right: ArrayLike, examples: ArrayLike, tail: float) -> Array:
@@ -652,38 +519,20 @@ def _lower_bound(right: ArrayLike, examples: ArrayLike, tail: float) -> Array:
     return np.where(right > 0, betaincinv(np.maximum(right, 1e-300), examples - right + 1, tail), 0.0)
 
 
-def _within(intervals: Sequence[Interval], margin: float) -> bool:
-    return bool(intervals) and all(-margin <= each.low and each.high <= margin for each in intervals)
+def _within(intervals: Iterable[Interval], margin: float) -> bool:
+    found = [*intervals]
+    return bool(found) and all(-margin <= each.low and each.high <= margin for each in found)
 
 
-def _negative(interval: Interval) -> Interval:
-    return Interval(-interval.estimate, -interval.high, -interval.low)
-
-
-def _cheapest(conclusion: Conclusion, costs: dict[str, Array]) -> str | None:
-    """Return the one of the tied that costs significantly less than each other, if all have costs and there is one."""
-    tied = [name for name in (conclusion.best, *conclusion.tied) if name is not None]
+def _cheapest(tied: Sequence[str], costs: dict[str, Array]) -> str | None:
+    """Return the one of the tied that is shown to cost less than each other by `CHEAPER`, if all have costs."""
     if not all(name in costs for name in tied):
         return None
-    level = 1 - ERROR_RATE / (len(tied) * (len(tied) - 1) / 2)
 
     def costs_less(one: str, other: str) -> bool:
-        return median_interval(np.log(costs[one]) - np.log(costs[other]), level=level).high < 0
+        return median_interval(costs[one] / costs[other]).high < 1 - CHEAPER
 
     return next((name for name in tied if all(costs_less(name, other) for other in tied if other != name)), None)
-
-
-def _balanced(arrays: Mapping[str, Array], labels: ArrayLike) -> dict[str, float]:
-    """Compute the mean over classes of the accuracy on each, by name; empty for classes of about equal sizes."""
-    of_class = np.asarray(labels)
-    examples = next(iter(arrays.values())).shape[1]
-    if of_class.shape != (examples,):
-        raise Mistake(f"labels must be one for each of {examples} examples, got {of_class.shape}")
-    classes, counts = np.unique(of_class, return_counts=True)
-    if counts.max() < UNEQUAL * counts.min():
-        return {}
-    by_example = {name: right.mean(axis=0) for name, right in arrays.items()}
-    return {name: fmean(float(right[of_class == one].mean()) for one in classes) for name, right in by_example.items()}
 
 
 # ---- input checks
@@ -732,15 +581,11 @@ def _finite(values: ArrayLike, what: str) -> Array:
     return array
 
 
-def _of_names(values: Mapping[str, Any], names: Mapping[str, Array], what: str) -> Mapping[str, Any]:
-    if unknown := [name for name in values if name not in names]:
-        raise Mistake(f"{what} must be of names that are compared, {', '.join(names)}, got {short(unknown[0])}")
-    return values
-
-
 def _costs(costs: Mapping[str, ArrayLike], names: Mapping[str, Array]) -> dict[str, Array]:
-    charged = {name: _finite(cost, f"costs of {name!r}") for name, cost in _of_names(costs, names, "costs").items()}
+    charged = {name: _finite(cost, f"costs of {name!r}") for name, cost in costs.items()}
     for name, cost in charged.items():
+        if name not in names:
+            raise Mistake(f"costs must be of names that are compared, {', '.join(names)}, got {short(name)}")
         if (cost <= 0).any():
             raise Mistake(f"costs of {name!r} must be above 0, got {cost.min():g}")
     if len(lengths := {len(cost) for cost in charged.values()}) > 1:

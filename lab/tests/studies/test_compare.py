@@ -64,13 +64,6 @@ def compared(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "compared"))
 
 
-def busy(random: np.random.Generator, true: dict[str, float]) -> dict[str, list[float]]:
-    """Seconds of steps on a machine with other work: rounds that are slow as a whole, and samples that wait."""
-    rounds = np.exp(random.normal(0, 0.4, ROUNDS))
-    waits = {name: np.where(random.random(ROUNDS) < 0.3, random.uniform(1, 3, ROUNDS), 1) for name in true}
-    return {name: (seconds * rounds * waits[name]).tolist() for name, seconds in true.items()}
-
-
 def test_folder_that_another_comparison_takes_at_the_same_time_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,17 +81,6 @@ def test_folder_that_another_comparison_takes_at_the_same_time_is_refused(
         run(small(tmp_path))
     assert (tmp_path / "config.yaml").read_text() == other
     assert [*tmp_path.iterdir()] == [tmp_path / "config.yaml"]
-
-
-@pytest.mark.slow
-def test_noisy_timings_make_no_cost_claim() -> None:
-    random = np.random.default_rng(0)
-    wrong = 0
-    for _ in range(300):
-        seconds = busy(random, {"none": 1.0, "a": 1.10, "b": 1.12})
-        found = conclude(RIGHT, chance=0.1, costs=relative_costs(seconds))
-        wrong += found.kind == "cheaper" and found.cheapest == "b"
-    assert wrong <= 0.05 * 300
 
 
 def test_clear_timings_show_the_cheaper_encoding() -> None:

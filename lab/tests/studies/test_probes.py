@@ -15,7 +15,7 @@ from torchrope_lab.probes import layer
 from torchrope_lab.probes.abilities import ABILITIES, nearest_weights, weights_of
 from torchrope_lab.probes.config import SIDES, AbilityName, ProbesConfig
 from torchrope_lab.probes.layer import CONDITIONS, TRAINED, Condition, Probe, score, train_probe
-from torchrope_lab.statistics import mean_interval
+from torchrope_lab.statistics import over_seeds
 from torchrope_lab.studies.probes import Contrast, Job, Results, _answer
 
 QUICK = ["--seeds", "1", "--probes.steps", "3", "--probes.batch_size", "2", "--probes.examples", "4"]
@@ -122,11 +122,6 @@ def test_scaled_frequencies_leave_the_probe_as_it_is() -> None:
     assert all(torch.equal(value, before[name]) for name, value in probe.state_dict().items())
 
 
-def test_student_interval_of_a_mean() -> None:
-    assert mean_interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 2 - 2.4841377, 2 + 2.4841377))  # t(2) = 4.302653
-    assert mean_interval([1.0]) == (1.0, -np.inf, np.inf)
-
-
 def test_predictions_name_abilities_and_encodings_once() -> None:
     from torchrope_lab.encodings import resolve_encoding
 
@@ -201,7 +196,9 @@ def test_leads_have_simultaneous_intervals() -> None:
     contrasts = [Contrast("mixed", "axial", ability) for ability in ("far", "ring")]
     found = results.leads(contrasts)
     for j, contrast in enumerate(contrasts):
-        assert found[contrast] == pytest.approx(mean_interval(100 * (drawn[0, j] - drawn[1, j]), level=0.975))
+        alone = over_seeds(100 * (drawn[0, j] - drawn[1, j])).interval()
+        assert found[contrast].estimate == pytest.approx(alone.estimate)
+        assert found[contrast].low < alone.low < alone.high < found[contrast].high
 
 
 @pytest.mark.parametrize("axes", [1, 3, pytest.param(4, marks=pytest.mark.slow)])

@@ -207,7 +207,7 @@ def test_dry_run_lists_runs_and_trains_nothing(tmp_path: Path) -> None:
     assert re.fullmatch(r"runs to train or measure: 4 of 4, about \d+ minutes to train", lines[4])
     warnings = "\n".join(lines[5:])
     assert "liere:5 is left out" in warnings
-    assert "--seeds 2: verdicts about encodings need 3 seeds or more" in warnings
+    assert "--seeds 2: verdicts are provisional below 5 seeds" in warnings
     assert f"{settings.data.val_size} validation examples" in warnings
     assert list(tmp_path.iterdir()) == []
 
@@ -345,7 +345,7 @@ def test_accuracy_ranks_with_intervals(tmp_path: Path, monkeypatch: pytest.Monke
     found = find_study("accuracy").find(here)
     rows = {row["name"]: row for row in found.tables[0].rows}
     tied = ["not significantly different"] * 2
-    assert [row["verdict"] for row in rows.values()] == [*tied, "behind (these trainings)"]
+    assert [row["verdict"] for row in rows.values()] == [*tied, "behind (provisional)"]
     assert rows["mixed"]["low"] < rows["mixed"]["top1"] == 95 < rows["mixed"]["high"]
     assert rows["learned"]["gap"] == pytest.approx(55)
     assert "axial and mixed are not significantly different" in found.answer

@@ -154,11 +154,9 @@ def test_differences_explained_by_noise_are_ties() -> None:
 
 
 def test_measure_of_nan_is_never_best() -> None:
-    nan = BootstrapEstimate(np.array([np.nan]), np.full((1, 10), np.nan), 10)
-    assert (
-        verdict_of((nan - BootstrapEstimate(np.array([0.5]), np.full((1, 10), 0.5), 10)).interval())
-        == "not significant"
-    )
+    nan, other = (BootstrapEstimate(np.array([value]), np.full((1, 10), value), 10) for value in (np.nan, 0.5))
+    assert verdict_of((nan - other).interval()) == "not significant"
+    assert rank({"a": nan, "b": other, "c": other})["a"] == NOT_DIFFERENT
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torchrope_lab.conclusion import Interval
 from torchrope_lab.data.config import data_config
 from torchrope_lab.registry import STUDIES, check_supported
 from torchrope_lab.results import Findings, Table
-from torchrope_lab.statistics import BootstrapEstimate, conclude
+from torchrope_lab.statistics import conclude
 from torchrope_lab.studies.engine.config import StudyConfig
 from torchrope_lab.studies.engine.estimates import (
     NOT_COMPARED,
@@ -128,16 +128,8 @@ def test_contrast_that_seeds_explain_is_none() -> None:
     assert found(hits(0.9), hits(0.8)) == "better"
     assert found(hits(0.8), hits(0.9)) == "worse"
     assert found(hits(0.9), hits(0.9)) == "not significant"
-    assert found(hits(1.0, 0.8), hits(0.9, 0.7)) == "not significant"
+    assert found(hits(1.0, 0.8), hits(0.8, 0.8)) == "not significant"
     assert contrasts({}) == {}
-
-
-def test_contrasts_are_corrected_for_their_number() -> None:
-    """A difference that is significant alone is not among twenty; a large one is among any number."""
-    slight, large = (hits(0.88), hits(0.81)), (hits(0.9), hits(0.5))
-    assert verdict_of(contrasts({"slight": slight})["slight"]) == "better"
-    many = contrasts(dict(enumerate([large, slight, *[(hits(0.9), hits(0.9)) for _ in range(20)]])))
-    assert [verdict_of(many[each]) for each in range(3)] == ["better", "not significant", "not significant"]
 
 
 @pytest.mark.parametrize(
@@ -169,22 +161,6 @@ def test_top1_is_in_percent_over_seeds_and_examples() -> None:
 def test_ends_leave_two_and_a_half_percent_on_either_side() -> None:
     assert ends(np.random.default_rng(0).permutation(np.arange(1, 1001))) == (25.0, 975.0)
     assert ends(np.array([1.0] * 960 + [np.inf] * 40)) == (1.0, np.inf)
-
-
-def test_intervals_are_as_wide_as_those_of_normal_errors() -> None:
-    examples, share, other = 2000, 0.7, 0.6
-    random = np.random.default_rng(0)
-    one, two = (random.permutation(np.arange(examples) < part * examples).astype(float) for part in (share, other))
-    error = (share * (1 - share) / examples) ** 0.5
-    cells = top1_cells(one[None])
-    assert cells["top1"] == pytest.approx(70)
-    assert cells["high"] - cells["low"] == pytest.approx(100 * 2 * 1.96 * error, rel=0.06)
-    assert cells["high"] + cells["low"] == pytest.approx(140, abs=0.3)
-    value, low, high = contrasts({"": (one[None], two[None])})[""]
-    assert value == pytest.approx(10)
-    assert high - low == pytest.approx(100 * 2 * 1.96 * (one - two).std() / examples**0.5, rel=0.06)
-    _, low, high = BootstrapEstimate(np.array([share]), drawn_means(one[None]).T, examples).interval()
-    assert high - low == pytest.approx(2 * 1.96 * error, rel=0.06)
 
 
 def test_single_encoding_has_no_verdict() -> None:
@@ -239,7 +215,7 @@ def test_sentence_counts_significant_changes_and_names_the_largest() -> None:
     said = change_sentence("sharing", "accuracy", moved, seeds=3)
     assert said == (
         "Sharing significantly raises accuracy in 1 of 3 cases and lowers it in 1; "
-        "the largest change is −12.0 points [−20.0, −4.0], with b."
+        "the largest change is −12.0 points [−20.0, −4.0], with b. With 3 seeds, this is provisional."
     )
     unclear = change_sentence("sharing", "accuracy", {"c": moved["c"]}, seeds=1)
     assert unclear.startswith("This run cannot tell whether sharing changes accuracy")
@@ -281,7 +257,6 @@ class TestDataEfficiency:
     @pytest.mark.slow
     def test_encoding_equal_to_the_reference_seldom_needs_less(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """With three seeds and the model of docs/statistics.md, on a learning curve that rises."""
-        monkeypatch.setattr("torchrope_lab.studies.engine.estimates.RESAMPLES", 400)
         random = np.random.default_rng(0)
 
         def verdict(lead: float, examples: int = 4000) -> str:
@@ -513,7 +488,7 @@ class TestModelSize:
         assert lead[("axial",)]["verdict"] == "not significant"
         assert {row["verdict"] for row in titled(findings, "Top-1").rows if row["name"] == "mixed"} == {
             "not significantly different",
-            "best (these trainings)",
+            "best (provisional)",
         }
         assert "raises the lead over a learned absolute encoding in 1 of 2 cases" in findings.answer
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchrope.attention import Attention
 from torchrope.models import ViT
 from torchrope.positions import grid
-from torchrope_lab.conclusion import NOT_DIFFERENT, one_seed
+from torchrope_lab.conclusion import NOT_DIFFERENT, caveat
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.transforms import resize
 from torchrope_lab.mistakes import Mistake
@@ -212,7 +212,7 @@ def _columns(found: AtSizes, lattices: Lattices, reference: str) -> Columns:
         furthest[size] = rank(distance)
         sharpest[size] = rank({each.name: drawn_mean(_over_layers(each, "entropy", -1)) for each in at})
         base = distance.pop(reference, None)
-        further[size] = simultaneous_intervals({name: (own - base).interval for name, own in distance.items() if base})
+        further[size] = simultaneous_intervals({name: own - base for name, own in distance.items() if base})
 
     def of_uniform(key: str) -> Callable[[Measures], np.ndarray]:
         uniform = {size: 100 / (_uniform(lattice)[key] or 1.0) for size, lattice in lattices.items()}
@@ -239,8 +239,8 @@ def _note(data: DataModule, reference: str) -> str:
     return (
         "Distance between a patch and the patches it attends to, weighted by attention, and entropy of attention: "
         f"means over patches, heads and layers of {f'{used} of ' if used < count else ''}{count} validation examples. "
-        "Verdicts are at 5 % over all pairs at a size (Holm); intervals of differences to "
-        f"{reference} are simultaneous over all encodings (Bonferroni)."
+        "Verdicts are simultaneous over all pairs at a size; intervals of differences to "
+        f"{reference} are simultaneous over all encodings."
     )
 
 
@@ -251,7 +251,7 @@ def _answer(at: str, rows: Sequence[Mapping[str, Any]], seeds: int) -> str:
     tied = f" ({others} {NOT_DIFFERENT})" if others else ""
     patches, nats = (format_interval(estimate_in(*each), digits=2) for each in ((far, "distance"), (sharp, "entropy")))
     longest = f"At {_shown(at)} attention distance is largest in {far['name']}, {patches} patches{ties}"
-    return f"{longest}; entropy is lowest in {sharp['name']}, {nats} nats{tied}.{one_seed(seeds)}"
+    return f"{longest}; entropy is lowest in {sharp['name']}, {nats} nats{tied}.{caveat(seeds)}"
 
 
 def _figure(kind: str, found: AtSizes, lattices: Lattices, trained: str) -> Figure:

@@ -24,11 +24,10 @@ from torchrope_lab.studies.engine.comparison import (
     main_table,
 )
 from torchrope_lab.studies.engine.estimates import (
-    SIMULTANEOUS,
     VERDICT,
     Columns,
     cells,
-    contrasts,
+    in_percent,
     name_columns,
     table_of,
     top1,
@@ -130,17 +129,14 @@ def _ratio_column(results: Results) -> Columns:
 
 
 def _gains(results: Results) -> list[Table]:
-    rights = results.comparison.rights
-    names = [name for name in rights if name not in results.comparison.same]
-    if BASELINE not in names:
-        return []
-    gains = contrasts({name: (rights[name], rights[BASELINE]) for name in names if name != BASELINE})
+    gains = {name: in_percent(gain) for name, gain in results.comparison.conclusion.gains.items()}
     columns: Columns = (
         *name_columns(),
         (with_interval("change", "Ahead", "points", 1), gains.get),
         (VERDICT, lambda name: verdict_of(gains[name])),
     )
-    return [table_of("Gain over no positions", columns, gains, SIMULTANEOUS)] if gains else []
+    note = "Intervals are simultaneous over all pairs of encodings, as in the first table."
+    return [table_of("Gain over no positions", columns, gains, note)] if gains else []
 
 
 def _sizes(results: Results) -> Table | None:
@@ -182,8 +178,9 @@ def _costs(results: Results) -> Table | None:
         (Column("memory", "Peak memory", "MB", 1), of("peak_memory_bytes", 1e6)),
     )
     note = (
-        "Models are timed in one process in short interleaved rounds; ratios are within a round, medians with exact "
-        "95 % intervals. Operations are matrix products, attention and exponentials. Larger models have smaller ratios."
+        "Models are timed in one process in short interleaved rounds; ratios are within a round, medians with 95 % "
+        "bootstrap intervals. Operations are matrix products, attention and exponentials. Larger models have smaller "
+        "ratios."
     )
     return table_of("Costs", columns, [name for name in results.names if name in results.costs], note)
 

@@ -1,11 +1,10 @@
 """Accuracy with 30 % to 100 % of the training data (LieRE figure 2b; second version, figure 3b)."""
 
-from functools import partial
 from math import log2
 
 import numpy as np
 
-from torchrope_lab.conclusion import Interval, join_names, one_seed
+from torchrope_lab.conclusion import Interval, caveat, join_names
 from torchrope_lab.studies.engine.estimates import (
     VERDICT,
     drawn_means,
@@ -61,13 +60,12 @@ def _data_needed(results: Results) -> Section:
         draws = np.stack([drawn_right[key] for key in keys], axis=1)
         reached[name] = Reach.of(shares, curve, target, draws, drawn_target)
     own, others = reached[reference], {name: reach for name, reach in reached.items() if name != reference}
-    found = simultaneous_intervals({name: partial(reach.interval, most=100.0) for name, reach in reached.items()})
-    spared = simultaneous_intervals(
-        {name: partial(reach.log_ratio, own) for name, reach in others.items() if not reach.missed}
-    )
+    found = simultaneous_intervals(reached)
+    spared = simultaneous_intervals({name: reach.log_ratio(own) for name, reach in others.items() if not reach.missed})
 
     def needed(cell: Cell) -> Interval | None:
-        return None if reached[cell.name].missed else found[cell.name]
+        estimate, low, high = found[cell.name]
+        return None if reached[cell.name].missed else Interval(estimate, low, min(high, 100.0))
 
     def verdict(cell: Cell) -> str:
         if cell.name == reference:
@@ -79,8 +77,8 @@ def _data_needed(results: Results) -> Section:
     note = (
         f"Share of the data at which top-1 first reaches that of {described(reference, 'the')} trained on all of it, "
         "interpolated between the shares trained on. Bootstrap over validation examples and seeds, the same for both; "
-        f"at 5 % over all rows (Bonferroni). Ends are clipped to {SHARES[0]} and 100. Verdicts compare with the share "
-        "at which the reference itself first reaches that."
+        f"intervals are simultaneous over all rows. Ends are clipped to {SHARES[0]} and 100. Verdicts compare with the "
+        "share at which the reference itself first reaches that."
     )
     columns = (*NAME_COLUMNS, (with_interval("needs", "Data needed", "%", 0), needed), (VERDICT, verdict))
     title = f"Data needed for the top-1 of {described(reference)} with all of it"
@@ -95,7 +93,7 @@ def _data_needed(results: Results) -> Section:
     trained = results.grid[reference]
     if missing := [f"{share} %" for share in SHARES if share not in trained]:
         lab.leave_out(f"Left out: {join_names(missing)}, with too few examples for one of each class.")
-    return Section(answer=f"{answer}.{one_seed(len(lab.seeds))}", tables=[table])
+    return Section(answer=f"{answer}.{caveat(len(lab.seeds))}", tables=[table])
 
 
 find = OneFactor(

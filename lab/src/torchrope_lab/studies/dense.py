@@ -5,7 +5,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
-from torchrope_lab.conclusion import NOT_DIFFERENT, Interval, join_names, one_seed
+from torchrope_lab.conclusion import NOT_DIFFERENT, Interval, caveat, join_names
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.results import Axis, Column, Figure, Findings, Pictures, Table
 from torchrope_lab.statistics import BootstrapEstimate, draw
@@ -88,7 +88,7 @@ class Outcome(NamedTuple):
         for title, others in ((described(reference), all_but(reference, self.scores)), (MIXED, of_mixed)):
             pairs = [(name, other) for name, other in others.items() if other in self.scores]
             leads = [
-                simultaneous_intervals({name: (scores[name] - scores[other]).interval for name, other in pairs})
+                simultaneous_intervals({name: scores[name] - scores[other] for name, other in pairs})
                 for scores in at_sizes
             ]
             estimates[title] = {name: [in_percent(lead[name]) for lead in leads] for name, _ in pairs}
@@ -181,7 +181,7 @@ def _table(outcome: Outcome, other: str, values: Intervals) -> Table:
         return table_of(title, columns, values, note)
     note = (
         f"{task.about} Trained at {SIZES[0].title}. Intervals are 95 % over the validation images. Encodings are tied "
-        "if the interval of the difference on the same images contains 0, at 5 % over all pairs (Holm)."
+        "if the interval of the difference on the same images, simultaneous over all pairs, contains 0."
     )
     return table_of(title, columns, ranked[0], note)
 
@@ -239,4 +239,4 @@ def _answer(outcomes: Sequence[Outcome], seeds: int) -> str:
         (first, *others), score = outcome.best(-1)
         tied = f" ({len(others)} {NOT_DIFFERENT})" if others else ""
         clauses.append(f"{outcome.task.measure} is highest with {first}, {score}{tied}")
-    return f"At {SCALES[-1]:g} times the training size {'; '.join(clauses)}.{one_seed(seeds)}"
+    return f"At {SCALES[-1]:g} times the training size {'; '.join(clauses)}.{caveat(seeds)}"

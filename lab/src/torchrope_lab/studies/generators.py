@@ -17,7 +17,6 @@ from torchrope_lab.results import Axis, Column, Figure, Findings, Row
 from torchrope_lab.statistics import BootstrapEstimate, draw
 from torchrope_lab.studies.engine.checkpoints import Site, sites_of
 from torchrope_lab.studies.engine.estimates import (
-    RESAMPLES,
     VERDICT,
     Columns,
     change_sentence,
@@ -52,7 +51,7 @@ def find(lab: Lab) -> Findings:
     if not measured:
         return Findings(models.unmeasured("None of the encodings has learned generators."))
     free = {each.name: _change(each) for each in measured if START in each.results[0] and not _commutes(each)}
-    moved = simultaneous_intervals({name: change.interval for name, change in free.items() if change.examples > 1})
+    moved = simultaneous_intervals({name: change for name, change in free.items() if change.examples > 1})
     table = table_of("Generators at the start and trained", _columns(moved), measured, _NOTE)
     return Findings(
         answer=_answer(table.rows, moved, len(lab.seeds)),
@@ -139,7 +138,7 @@ def deviation(moments: np.ndarray) -> BootstrapEstimate:
         count = np.maximum(count, 1)  # generators that are zero have no elements
         return np.sqrt(np.maximum(squares / count - (total / count) ** 2, 0))
 
-    return draw([partial(of, moments)], len(moments), draws=RESAMPLES)
+    return draw([partial(of, moments)], len(moments))
 
 
 def _or_mean(found: BootstrapEstimate) -> tuple[float, float | None, float | None]:
@@ -199,7 +198,7 @@ _NOTE = (
     "σ is the standard deviation of the elements above the diagonal. The distance from commuting is "
     "‖AB − BA‖ / (‖A‖ ‖B‖), the mean over pairs of axes, blocks, heads and layers: 0 if the generators commute, "
     "at most 1. The distance from the start is ‖A′ − A‖ / ‖A‖, A at the start and A′ trained. Intervals are over the "
-    "heads of all layers; verdicts on families that need not commute are at 5 % over all of them (Bonferroni)."
+    "heads of all layers; those of changes are simultaneous over families that need not commute."
 )
 
 

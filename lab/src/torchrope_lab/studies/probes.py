@@ -26,10 +26,11 @@ from torchrope_lab.probes.abilities import ABILITIES, Ability, weights_of
 from torchrope_lab.probes.config import ProbesConfig
 from torchrope_lab.probes.layer import CONDITIONS, TRAINED, Probe, score, train_probe
 from torchrope_lab.results import Axis, Column, Figure, Findings, Table
-from torchrope_lab.statistics import mean_interval
+from torchrope_lab.statistics import over_seeds
 from torchrope_lab.studies.describe import label
 from torchrope_lab.studies.engine.dry_run import NotTrained
 from torchrope_lab.studies.engine.estimates import (
+    SIMULTANEOUS,
     in_percent,
     name_columns,
     simultaneous_intervals,
@@ -100,7 +101,7 @@ class Results:
     def interval(self, encoding: str, ability: str, **at: Any) -> Interval | None:
         """Return the mean over seeds with its interval; None where the condition does not apply."""
         values = self.of(encoding, ability, **at)
-        return None if np.isnan(values).any() else mean_interval(values)
+        return None if np.isnan(values).any() else over_seeds(values).interval()
 
     def percent(self, encoding: str, ability: str, **at: Any) -> Interval | None:
         """Return `interval` in percent."""
@@ -109,12 +110,9 @@ class Results:
 
     def leads(self, contrasts: Sequence[Contrast]) -> dict[Contrast, Interval]:
         """Return how many points one encoding is ahead of another, paired by seed, with simultaneous intervals."""
-
-        def lead(contrast: Contrast) -> Callable[[float], Interval]:
-            gaps = self.of(contrast.higher, contrast.ability) - self.of(contrast.lower, contrast.ability)
-            return lambda level: in_percent(mean_interval(gaps, level=level))
-
-        return simultaneous_intervals({contrast: lead(contrast) for contrast in contrasts})
+        gaps = {each: self.of(each.higher, each.ability) - self.of(each.lower, each.ability) for each in contrasts}
+        found = simultaneous_intervals({contrast: over_seeds(gap) for contrast, gap in gaps.items()})
+        return {contrast: in_percent(interval) for contrast, interval in found.items()}
 
     @cached_property
     def means(self) -> np.ndarray:
@@ -233,7 +231,7 @@ def _table(results: Results, title: str, condition: str) -> Table:
         *name_columns(),
         *((with_interval(ability.name, ability.title, "%", 0), value(ability)) for ability in results.abilities),
     ]
-    return table_of(title, columns, results.encodings, "Means over seeds with 95 % intervals (Student's t).")
+    return table_of(title, columns, results.encodings, "Means over seeds with 95 % intervals.")
 
 
 def _transfer(results: Results) -> list[Figure]:
@@ -388,7 +386,7 @@ def _claims(results: Results) -> list[Table]:
         (with_interval("points", "Difference", "points", 0), lambda item: leads[item[1]]),
     ]
     items = [*zip(claims, contrasts, strict=True)]
-    note = "Paired by seed, with simultaneous 95 % intervals of all rows (Student's t, Bonferroni)."
+    note = f"Paired by seed. {SIMULTANEOUS}"
     return [table_of("Claims of papers", columns, items, note)]
 
 

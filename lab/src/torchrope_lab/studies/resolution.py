@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from torchrope.encodings import NoEncoding
-from torchrope_lab.conclusion import Conclusion, Interval, join_names, one_seed
+from torchrope_lab.conclusion import Conclusion, Interval, caveat, join_names
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import resolve_encoding
@@ -229,7 +229,7 @@ def _right(runs: Sequence[Trained], lab: Lab, size: Size, adaptation: Adaptation
 
 
 def _effects(results: Results) -> Effects:
-    """Compute paired differences to the encoding without a change, at 5 % over all changes at a size (Bonferroni)."""
+    """Compute paired differences to the encoding without a change, simultaneous over all changes at a size."""
     return {
         size: contrasts({arm: (right, answers[arm[0], ""]) for arm, right in answers.items() if arm[1]})
         for size, answers in results.items()
@@ -271,7 +271,7 @@ def _tables(results: Results, effects: Effects, sizes: Sizes, conclusion: Conclu
     )
     note = f"{how} Verdicts are at the {which} size. {which.capitalize()} minus training size: {SIMULTANEOUS}"
     tables = [table_of("Top-1 by inference size", columns, arms, note)]
-    note = "Paired differences of top-1 to the encoding without it, at 5 % over all changes at a size (Bonferroni)."
+    note = "Paired differences of top-1 to the encoding without it, simultaneous over all changes at a size."
     for title, changed in _by_title(effects[sizes.farthest]).items():
         columns = (
             *_NAMES,
@@ -338,14 +338,14 @@ def _answer(results: Results, effects: Effects, sizes: Sizes, conclusion: Conclu
     farthest, at_farthest = sizes.farthest, effects[sizes.farthest]
     where = f"At {_shown(farthest)} ({sizes.scale(farthest):.3g} times the training size)"
     if conclusion.best is None:
-        return f"{where} {not_learned('no encoding', conclusion.chance)}.{one_seed(seeds)}"
+        return f"{where} {not_learned('the best encoding', conclusion.chance)}.{caveat(seeds)}"
     reached = f"{where} {conclusion.best} reaches {percent(top1(results[farthest][conclusion.best, '']))}"
     better = {arm: effect for arm, effect in at_farthest.items() if effect.low > 0}
     clause = f"; {len(better)} of {len(at_farthest)} changes significantly help" if at_farthest else ""
     if better:
         name, what = max(better, key=lambda arm: better[arm].estimate)
         clause += f", most {what} for {name}"
-    return f"{reached}{tied_with(conclusion.tied)}{clause}.{one_seed(seeds)}"
+    return f"{reached}{tied_with(conclusion.tied)}{clause}.{caveat(seeds)}"
 
 
 def _how_sized(data: DataModule, sizes: Sizes) -> str:

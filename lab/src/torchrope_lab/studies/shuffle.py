@@ -8,14 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrope_lab.conclusion import NOT_DIFFERENT, Interval, one_seed
+from torchrope_lab.conclusion import NOT_DIFFERENT, Interval, caveat
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.transforms import shuffle_patches
 from torchrope_lab.results import Column, Figure, Findings, Table
 from torchrope_lab.statistics import constant_accuracy, draw
 from torchrope_lab.studies.engine.estimates import (
     NONE_POSSIBLE,
-    RESAMPLES,
     Columns,
     contrasts,
     drawn_mean,
@@ -101,9 +100,8 @@ def _table(measured: Sequence[Measures], kind: str, chance: float) -> Table:
         (Column("verdict", "Drop, verdict"), lambda each: VERDICTS.get(verdicts[each.name], verdicts[each.name])),
     )
     note = (
-        f"{ABOUT[kind]} Drops are paired, at 5 % over all rows (Bonferroni), and verdicts over all pairs (Holm). "
-        f"The share lost is "
-        f"the drop over the accuracy before, the papers' measure. Chance is {100 * chance:.1f} %."
+        f"{ABOUT[kind]} Drops are paired, with intervals that are simultaneous over all rows; verdicts are over all "
+        f"pairs. The share lost is the drop over the accuracy before, as in papers. Chance is {100 * chance:.1f} %."
     )
     largest_first = sorted(measured, key=lambda each: list(verdicts).index(each.name))
     return table_of(f"Top-1 with {kind} shuffled", columns, largest_first, note)
@@ -120,7 +118,7 @@ def share_lost(before: np.ndarray, after: np.ndarray) -> Interval | None:
         return 100 * (1 - np.divide(weights @ after, right, out=np.ones_like(right), where=right > 0))
 
     each_seed = [partial(lost, *pair) for pair in zip(before, after, strict=True)]
-    return draw(each_seed, before.shape[1], draws=RESAMPLES).interval()
+    return draw(each_seed, before.shape[1]).interval()
 
 
 def _right(measured: Measures, kind: str) -> np.ndarray:
@@ -130,7 +128,7 @@ def _right(measured: Measures, kind: str) -> np.ndarray:
 
 def _answer(tables: Mapping[str, Table], seeds: int) -> str:
     text = "; ".join(_clause(kind, table.rows) for kind, table in tables.items())
-    return f"{text[0].upper()}{text[1:]}.{one_seed(seeds)}"
+    return f"{text[0].upper()}{text[1:]}.{caveat(seeds)}"
 
 
 def _clause(kind: str, rows: Sequence[Mapping[str, Any]]) -> str:

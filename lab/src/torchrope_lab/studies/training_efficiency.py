@@ -1,19 +1,19 @@
 """Epochs until each encoding reaches the final top-1 of a reference (LieRE figure 3; second version, figure 4b)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from math import ceil
 
 import numpy as np
 
-from torchrope_lab.conclusion import Interval, join_names, one_seed
+from torchrope_lab.conclusion import Interval, caveat, join_names
 from torchrope_lab.results import Axis, Figure, Row, Table
+from torchrope_lab.statistics import moved_by_seeds
 from torchrope_lab.studies.engine.estimates import (
+    SIMULTANEOUS,
     VERDICT,
     Columns,
     correct,
     drawn_means,
-    drawn_seeds,
     estimate_in,
     format_interval,
     not_learned,
@@ -46,7 +46,7 @@ def _sections(results: Results) -> Section:
         answer = f"{len(rows)} of {len(reach) - 1} encodings reach {accuracy} significantly sooner than it does, "
         answer += f"{first['name']} {factor} times"
     return Section(
-        answer=f"{answer}.{one_seed(len(lab.seeds))}",
+        answer=f"{answer}.{caveat(len(lab.seeds))}",
         tables=[table, *_mixed(reach, reference)],
         figures=[_curves(groups, reference), _factors(table.rows, reference)],
     )
@@ -65,7 +65,7 @@ def _reach(groups: Mapping[str, Sequence[Trained]], reference: str) -> dict[str,
         curves[name] = _top1_curves(runs)
         errors = _standard_error(curves[name].mean(axis=0), len(right))
         shifts = (means - right.mean())[:, None] * (errors / errors[-1])
-        drawn[name] = drawn_seeds(len(runs)) @ curves[name] + shifts
+        drawn[name] = curves[name].mean(axis=0) + moved_by_seeds(curves[name]) + shifts
     target, drawn_targets = curves[reference].mean(axis=0)[-1], drawn[reference][:, -1]
     return {
         name: Reach.of(np.arange(1.0, each.shape[1] + 1), each.mean(axis=0), target, drawn[name], drawn_targets)
@@ -87,7 +87,7 @@ def _standard_error(top1: np.ndarray, examples: int) -> np.ndarray:
 def _sooner(reach: Mapping[str, Reach], others: Mapping[str, str]) -> dict[str, Interval]:
     """Compute how many times as early encodings reach the target as others, of pairs that both do, as logarithms."""
     pairs = {name: other for name, other in others.items() if not (reach[name].missed or reach[other].missed)}
-    return simultaneous_intervals({name: partial(reach[name].log_ratio, reach[other]) for name, other in pairs.items()})
+    return simultaneous_intervals({name: reach[name].log_ratio(reach[other]) for name, other in pairs.items()})
 
 
 def _seconds(runs: Sequence[Trained]) -> Callable[[np.ndarray], np.ndarray]:
@@ -143,8 +143,8 @@ def _table(results: Results, groups: Mapping[str, Sequence[Trained]], reach: Map
     note = (
         f"Epoch at which validation top-1 first reaches the final value of {described(reference, 'the')}, interpolated "
         "between epochs. The papers' factors divide the total epochs by that; but a noisy curve reaches its own final "
-        "value before the end, so verdicts are on the last factor, at 5 % over all rows (Bonferroni). Intervals are "
-        "bootstrap intervals over validation examples and seeds; a draw that never reaches it counts as all epochs."
+        "value before the end, so verdicts are on the last factor, whose intervals are simultaneous over all rows. "
+        "Intervals are over validation examples and seeds; a draw that never reaches it counts as all epochs."
     )
     title = f"When the final top-1 of {described(reference)} is reached"
     return results.table(title, columns, note)
@@ -170,7 +170,7 @@ def _mixed(reach: Mapping[str, Reach], reference: str) -> list[Table]:
     )
     title = f"Sooner than RoPE-Mixed at the final top-1 of {described(reference)}"
     cells = [Cell(name, ONLY) for name in others]
-    return [table_of(title, columns, cells, f"At 5 % over all rows (Bonferroni). {WITH_SAME}")] if others else []
+    return [table_of(title, columns, cells, f"{SIMULTANEOUS} {WITH_SAME}")] if others else []
 
 
 def _curves(groups: Mapping[str, Sequence[Trained]], reference: str) -> Figure:

@@ -17,7 +17,7 @@ from torchrope_lab.timing import interleaved_seconds
 # the squarings that large generators add depend on values and are not counted.
 EXP_PRODUCTS = 5
 ROUNDS = 15
-"""Rounds in which each model is timed; the exact confidence interval of a median needs 6."""
+"""Rounds in which each model is timed; the confidence interval of a median needs 6."""
 STEPS = ROUNDS + 5
 """Number of steps per model in `measure_costs` for steps longer than a timing sample: one per round, plus warm-up,
 calibration and memory measurement."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from torchrope_lab.conclusion import BASELINE, Conclusion
 from torchrope_lab.results import Column, Figure, Table
-from torchrope_lab.statistics import conclude, constant_accuracy
+from torchrope_lab.statistics import balanced_accuracy, conclude, constant_accuracy
 from torchrope_lab.studies.engine.estimates import (
     ABOUT_TRAIN_LOSS,
     VERDICT,
@@ -25,8 +25,11 @@ from torchrope_lab.studies.engine.estimates import (
     verdict,
     with_interval,
 )
-from torchrope_lab.studies.engine.figures import over_epochs, top1_by_encoding, top1_curves
+from torchrope_lab.studies.engine.figures import top1_by_encoding, top1_curves
 from torchrope_lab.studies.engine.runs import Trained
+
+UNEQUAL = 1.5
+"""Size of the largest class relative to the smallest from which balanced accuracies are shown."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,6 @@ def compare_runs(
         chance=constant_accuracy(labels),
         margin=margin,
         costs={name: cost for name, cost in (costs or {}).items() if name in distinct},
-        curves={name: [mean for _, mean, _, _ in over_epochs(groups[name], "val_top1")] for name in distinct},
-        labels=labels,
     )
     return Comparison(ordered, conclusion, same)
 
@@ -113,10 +114,6 @@ def main_table(comparison: Comparison, title: str, extra: Columns = (), note: st
     def gap(name: str) -> Sequence[float] | None:
         return in_percent(found.gaps[counted(name)]) if counted(name) in found.gaps else None
 
-    def rising(name: str) -> str | None:
-        converged = found.converged.get(counted(name))
-        return None if converged is None else "no" if converged else "yes"
-
     def decided(name: str) -> str:
         return f"same as {comparison.same[name]}" if name in comparison.same else verdict(found, name)
 
@@ -124,15 +121,18 @@ def main_table(comparison: Comparison, title: str, extra: Columns = (), note: st
     train_spread = [
         (Column("train_spread", "± over seeds", digits=3), lambda name: last_train_loss(runs[name])["train_spread"])
     ]
-    balanced = [(Column("balanced", "Balanced accuracy", "%", 1), lambda name: 100 * found.balanced[counted(name)])]
+    labels, (_, counts) = comparison.labels, np.unique(comparison.labels, return_counts=True)
+    balanced: Columns = [
+        (Column("balanced", "Balanced accuracy", "%", 1), lambda name: 100 * balanced_accuracy(rights[name], labels))
+    ]
+    unequal = counts.max() >= UNEQUAL * counts.min()
     columns: Columns = [
         *name_columns(),
         accuracy,
         *([over_seeds] if found.seeds > 1 else []),
-        *(balanced if found.balanced else []),
+        *(balanced if unequal else []),
         (VERDICT, decided),
         (with_interval("gap", "Behind the best", "points", 1), gap),
-        (Column("rising", "Still rising"), rising),
         (Column("val_loss", "Validation loss", digits=3), lambda name: loss(runs[name])),
         (
             Column("train_loss", "Training loss, last epoch", digits=3),
@@ -143,10 +143,9 @@ def main_table(comparison: Comparison, title: str, extra: Columns = (), note: st
     ]
     told = [
         f"{about_intervals(found.seeds)} {found.examples:,} examples.",
-        "Behind the best: paired differences with simultaneous 95 % intervals (Bonferroni, over all pairs). Verdicts "
-        "are Holm's at 5 % over all pairs, which may find a difference whose interval contains 0.",
-        "Still rising: by more than a point over the last fifth of the epochs.",
-        "Balanced accuracy: the mean over classes of the accuracy on each." if found.balanced else "",
+        "Behind the best: paired differences, with intervals that are simultaneous over all pairs (max-T, nominally "
+        "95 %). An encoding is behind if and only if its interval excludes 0.",
+        "Balanced accuracy: the mean over classes of the accuracy on each." if unequal else "",
         note,
         ABOUT_TRAIN_LOSS,
     ]

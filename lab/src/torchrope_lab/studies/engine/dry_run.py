@@ -66,7 +66,7 @@ def _seconds_left(lab: "Lab", jobs: Sequence[Job], unfinished: Sequence[Job], wo
 def _warnings(lab: "Lab") -> Iterator[str]:
     yield from lab.left_out
     if len(lab.seeds) < ENOUGH_SEEDS:
-        yield f"--seeds {len(lab.seeds)}: verdicts about encodings need {ENOUGH_SEEDS} seeds or more"
+        yield f"--seeds {len(lab.seeds)}: verdicts are provisional below {ENOUGH_SEEDS} seeds"
     examples = lab.data.counts[1]
     if examples < EXAMPLES:
         points = 100 * 1.96 * sqrt(0.25 / examples)

@@ -8,15 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from torchrope_lab.conclusion import (
-    ERROR_RATE,
-    NOT_DIFFERENT,
-    Conclusion,
-    Interval,
-    join_names,
-    one_seed,
-    signed,
-)
+from torchrope_lab.conclusion import NOT_DIFFERENT, Conclusion, Interval, caveat, join_names, signed
 from torchrope_lab.results import Column, Row, Table
 from torchrope_lab.statistics import (
     BootstrapEstimate,
@@ -24,8 +16,7 @@ from torchrope_lab.statistics import (
     conclude,
     differences,
     draw,
-    holm_intervals,
-    resample,
+    simultaneous_level,
 )
 from torchrope_lab.studies.describe import label
 from torchrope_lab.studies.engine.runs import Trained
@@ -39,10 +30,9 @@ OVER_SEEDS = Column("spread", "± over seeds", "%", 1)
 VERDICT = Column("verdict", "Verdict")
 NOT_COMPARED = "–"
 """The verdict on a single encoding."""
-RESAMPLES = 2000
 SIMULTANEOUS = (
-    "Intervals are simultaneous (Bonferroni): one excludes 0 if and only if its difference is significant at 5 % over "
-    "all rows."
+    "Intervals are simultaneous over all rows (max-T, nominally 95 %): a difference is significant if and only if its "
+    "interval excludes 0."
 )
 ABOUT_TRAIN_LOSS = (
     "Training loss is the mean over the last epoch's examples before each step, with augmentation, dropout and "
@@ -170,7 +160,7 @@ def best_epoch(runs: Sequence[Trained]) -> float | None:
 
 
 def contrasts(pairs: Mapping[Key, tuple[np.ndarray, np.ndarray]]) -> dict[Key, Interval]:
-    """Compute accuracy of the first of each pair minus that of the second, in points, at 5 % over all (Bonferroni)."""
+    """Compute accuracy of the first of each pair minus that of the second, in points, with simultaneous intervals."""
     # Arrays are right or wrong, `(seeds, examples)`, all of the same examples; seeds that not all have are left out.
     if not pairs:
         return {}
@@ -180,9 +170,10 @@ def contrasts(pairs: Mapping[Key, tuple[np.ndarray, np.ndarray]]) -> dict[Key, I
     return dict(zip(pairs, map(in_percent, found), strict=True))
 
 
-def simultaneous_intervals(intervals: Mapping[Key, Callable[[float], Interval]]) -> dict[Key, Interval]:
-    """Compute simultaneous 95 % intervals (Bonferroni) by name, from functions of the level of confidence."""
-    return {name: interval(1 - ERROR_RATE / len(intervals)) for name, interval in intervals.items()}
+def simultaneous_intervals(found: Mapping[Key, Any]) -> dict[Key, Interval]:
+    """Compute simultaneous intervals of estimates from the same draws, which have `drawn` and `interval(level)`."""
+    level = simultaneous_level([each.drawn for each in found.values()])
+    return {name: each.interval(level) for name, each in found.items()}
 
 
 def verdict_of(found: Interval, higher: str = "better", lower: str = "worse", neither: str = "not significant") -> str:
@@ -195,7 +186,7 @@ def verdict_of(found: Interval, higher: str = "better", lower: str = "worse", ne
 def drawn_mean(values: np.ndarray) -> BootstrapEstimate:
     """Compute the mean of values `(seeds, examples)`, on all examples and on bootstrap draws; `(examples,)` of one."""
     values = np.atleast_2d(values)
-    return draw([partial(weighted_mean, each) for each in values], values.shape[1], draws=RESAMPLES)
+    return draw([partial(weighted_mean, each) for each in values], values.shape[1])
 
 
 def weighted_mean(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -204,18 +195,14 @@ def weighted_mean(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def rank(measures: Mapping[str, BootstrapEstimate]) -> dict[str, str]:
-    """Rank names by mean as "best", `NOT_DIFFERENT` or "behind"; all pairs are tested, at 5 % over all (Holm)."""
+    """Rank names by mean as "best", `NOT_DIFFERENT` or "behind", by intervals that are simultaneous over all pairs."""
     if len(measures) == 1:
         return dict.fromkeys(measures, NOT_COMPARED)
     ordered = sorted(measures, key=lambda name: (-measures[name].mean, name))
-    gaps = [measures[one] - measures[other] for one, other in combinations(ordered, 2)]
-    intervals = holm_intervals(lambda level: [gap.interval(level) for gap in gaps])
+    gaps = simultaneous_intervals({pair: measures[pair[0]] - measures[pair[1]] for pair in combinations(ordered, 2)})
     best, *others = ordered
-    behind = {
-        name: found.low > 0 for name, found in zip(others, intervals, strict=False)
-    }  # pairs of the best are first
-    first = "best" if all(behind.values()) else NOT_DIFFERENT
-    return {best: first, **{name: "behind" if each else NOT_DIFFERENT for name, each in behind.items()}}
+    verdicts = {name: "behind" if gaps[best, name].low > 0 else NOT_DIFFERENT for name in others}
+    return {best: NOT_DIFFERENT if NOT_DIFFERENT in verdicts.values() else "best", **verdicts}
 
 
 def trend(x: Sequence[float], rights: Sequence[np.ndarray]) -> BootstrapEstimate:
@@ -229,25 +216,8 @@ def trend(x: Sequence[float], rights: Sequence[np.ndarray]) -> BootstrapEstimate
 
 
 def drawn_means(values: Sequence[np.ndarray]) -> np.ndarray:
-    """Compute bootstrap means `(draws, rows)` over examples and seeds of rows `(seeds, examples)` or `(examples,)`."""
-    by_seed = [np.atleast_2d(each) for each in values]
-    of_all = np.stack([each.mean(axis=0) for each in by_seed])
-    examples = of_all.shape[1]
-    drawn = np.concatenate([weights / examples @ of_all.T for weights in resample(examples, draws=RESAMPLES)])
-    moved = [drawn_seeds(len(each)) @ each.mean(axis=1) - each.mean() for each in by_seed]
-    return drawn + np.stack(moved, axis=1)
-
-
-def drawn_seeds(seeds: int) -> np.ndarray:
-    """Draw weights of training runs, `(draws, seeds)`, the same for the same number; 1 for one seed."""
-    # Weighted means of values of runs are distributed as Student's interval says, with `seeds` - 1 degrees of freedom:
-    # means over seeds drawn with replacement vary too little for a few seeds.
-    if seeds == 1:
-        return np.ones((RESAMPLES, 1))
-    random = np.random.default_rng(0)
-    errors = random.standard_normal((RESAMPLES, seeds))
-    errors -= errors.mean(axis=1, keepdims=True)
-    return 1 / seeds + errors / np.sqrt(seeds * random.chisquare(seeds - 1, (RESAMPLES, 1)))
+    """Compute means `(draws, rows)` in draws of examples and seeds, of rows `(seeds, examples)` or `(examples,)`."""
+    return np.stack([drawn_mean(each).drawn for each in values], axis=1)
 
 
 def first_reach(x: np.ndarray, curves: np.ndarray, target: np.ndarray) -> np.ndarray:
@@ -333,9 +303,9 @@ def change_sentence(
     name = max(significant, key=lambda name: abs(significant[name].estimate))
     largest = f"the largest change is {format_interval(moved[name], unit, digits)}, with {name}"
     if not raised and not lowered:
-        return f"This run cannot tell whether {what} changes {measure}: {largest}.{one_seed(seeds)}"
+        return f"This run cannot tell whether {what} changes {measure}: {largest}.{caveat(seeds)}"
     counts = f"raises {measure} in {raised} of {len(moved)} cases and lowers it in {lowered}"
-    return f"{what[0].upper()}{what[1:]} significantly {counts}; {largest}.{one_seed(seeds)}"
+    return f"{what[0].upper()}{what[1:]} significantly {counts}; {largest}.{caveat(seeds)}"
 
 
 def about_intervals(seeds: int) -> str:

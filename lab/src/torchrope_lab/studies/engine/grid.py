@@ -371,7 +371,7 @@ def trends(grid: Grid, x: Callable[[float], float] = log2, reference: str | None
                 others = [correct(grid[reference][level]) for level in shared]
                 seeds = min(map(len, (*rights, *others)))
                 rights = [mine[:seeds] - theirs[:seeds] for mine, theirs in zip(rights, others, strict=True)]
-            slopes[name] = trend([x(float(level)) for level in shared], rights).interval
+            slopes[name] = trend([x(float(level)) for level in shared], rights)
     return simultaneous_intervals(slopes)
 
 

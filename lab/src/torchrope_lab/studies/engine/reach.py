@@ -15,7 +15,7 @@ class Reach:
     """Point at which a curve first reaches a target, or a function of it; infinite if it does not."""
 
     measured: np.ndarray  # `(1,)`
-    draws: np.ndarray  # the point in every bootstrap draw, `(draws,)`
+    drawn: np.ndarray  # the point in every bootstrap draw, `(draws,)`
 
     @classmethod
     def of(
@@ -32,21 +32,20 @@ class Reach:
     @property
     def never(self) -> bool:
         """Whether the curve does not reach the target in nearly all draws."""
-        return isinf(ends(self.draws)[0])
+        return isinf(ends(self.drawn)[0])
 
     def map(self, function: Callable[[np.ndarray], np.ndarray]) -> "Reach":
         """Apply a function to the measured point and to all draws."""
-        return Reach(function(self.measured), function(self.draws))
+        return Reach(function(self.measured), function(self.drawn))
 
     def interval(self, level: float = 0.95, least: float = -inf, most: float = inf) -> Interval:
         """Return the measured value with its percentile interval, whose ends are clipped to least and most."""
-        low, high = (min(max(end, least), most) for end in ends(self.draws, level))
+        low, high = (min(max(end, least), most) for end in ends(self.drawn, level))
         return Interval(float(self.measured[0]), low, high)
 
-    def log_ratio(self, other: "Reach", level: float = 0.95) -> Interval:
+    def log_ratio(self, other: "Reach") -> "Reach":
         """Return the logarithm of another's point over this one, 0 in draws in which neither reaches the target."""
-        neither = np.isinf(self.draws) & np.isinf(other.draws)
-        ratios = np.divide(other.draws, self.draws, out=np.ones_like(self.draws), where=~neither)
+        neither = np.isinf(self.drawn) & np.isinf(other.drawn)
+        ratios = np.divide(other.drawn, self.drawn, out=np.ones_like(self.drawn), where=~neither)
         with np.errstate(divide="ignore"):
-            low, high = ends(np.log(ratios), level)
-        return Interval(float(np.log(other.measured[0] / self.measured[0])), low, high)
+            return Reach(np.log(other.measured / self.measured), np.log(ratios))
