@@ -200,9 +200,9 @@ class Frozen(Float32Module):
         self._fields = [name for name in tensors if name not in ("frozen_at", "plain_table")]
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor)
-        self._known: tuple[dict[str, Tensor], Rotation] | None = None  # the rotation of these buffers
+        self._known: tuple[list[tuple[str, Tensor]], Rotation] | None = None  # the rotation of these buffers
         # Positions that were found equal to `frozen_at`, and the versions of both.
-        self._accepted: tuple[Tensor | None, Tensor | None, list[int | None]] = None, None, []
+        self._accepted: tuple[Tensor | None, Tensor | None, tuple[int, int] | None] = None, None, None
 
     def forward(self, positions: Positions) -> Rotation:
         """Return the rotation; ValueError for other positions, on a GPU or in a graph for another number only."""
@@ -211,12 +211,13 @@ class Frozen(Float32Module):
 
     def rotation(self) -> Rotation:
         """Return the precomputed rotation, without a check of positions."""
-        tensors = {name: getattr(self, name) for name in self._fields}
-        known = self._known
-        if known is None or any([tensors[name] is not known[0][name] for name in tensors]):  # noqa: C419
+        known, compiling = self._known, torch.compiler.is_compiling()
+        buffers: Any = self if compiling else self._buffers
+        if compiling or known is None or any([buffers[name] is not tensor for name, tensor in known[0]]):  # noqa: C419
+            tensors = {name: getattr(self, name) for name in self._fields}
             transposed = {"table": self.table.mT} if self.kind is Block else {}
-            known = tensors, self.kind(**{**tensors, **transposed}, **self.settings)
-            if not torch.compiler.is_compiling():
+            known = list(tensors.items()), self.kind(**{**tensors, **transposed}, **self.settings)
+            if not compiling:
                 self._known = known
         rotation = known[1]
         if isinstance(rotation, Commuting):
@@ -230,22 +231,24 @@ class Frozen(Float32Module):
         return f"positions={tuple(self.frozen_at.shape)}, num_heads={self.num_heads}, head_dim={self.head_dim}"
 
     def _check(self, positions: Tensor) -> None:
-        if positions.shape != self.frozen_at.shape:
-            frozen, received = tuple(self.frozen_at.shape), tuple(positions.shape)
+        frozen_at: Tensor = self.frozen_at
+        if positions.shape != frozen_at.shape:
+            frozen, received = tuple(frozen_at.shape), tuple(positions.shape)
             raise ValueError(f"positions must be the frozen ones of shape {frozen}, got shape {received}")
-        if torch.compiler.is_compiling() or not (positions.is_cpu and self.frozen_at.is_cpu):
+        if torch.compiler.is_compiling() or not (positions.is_cpu and frozen_at.is_cpu):
             return
-        versions = [None if tensor.is_inference() else tensor._version for tensor in (positions, self.frozen_at)]
-        known, frozen_at, known_versions = self._accepted
-        if known is positions and frozen_at is self.frozen_at and known_versions == versions and None not in versions:
+        inference = positions.is_inference() or frozen_at.is_inference()
+        versions = (-1, -1) if inference else (positions._version, frozen_at._version)
+        accepted = self._accepted
+        if not inference and accepted[0] is positions and accepted[1] is frozen_at and accepted[2] == versions:
             return
-        if not torch.equal(positions.to(self.frozen_at.dtype), self.frozen_at):
+        if not torch.equal(positions.to(frozen_at.dtype), frozen_at):
             raise ValueError(f"positions must be the frozen ones, got others of shape {tuple(positions.shape)}")
-        self._accepted = positions, self.frozen_at, versions
+        self._accepted = positions, frozen_at, versions
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude what is computed from buffers, of which copies have others."""
-        return {**vars(self), "_known": None, "_accepted": (None, None, [])}
+        return {**vars(self), "_known": None, "_accepted": (None, None, None)}
 
 
 def _frozen(encoding: Encoding, positions: Tensor, rotation: Rotation) -> Frozen:

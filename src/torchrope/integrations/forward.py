@@ -74,7 +74,7 @@ class ForwardState:
     @property
     def rotary(self) -> Rotary:
         """The encodings of the model."""
-        rotary: Rotary = getattr(self.tower, ATTRIBUTE)
+        rotary: Rotary = self.tower._modules[ATTRIBUTE]
         return rotary
 
     @property
