@@ -251,7 +251,6 @@ class Planar(Rotation):
     frequencies: Tensor
     _table: Tensor | None = None  # cos and sin `(*batch, heads or 1, tokens, 2, pairs)`, if precomputed
     interleaved: bool = True
-    _halves = None  # the result of in_halves, once it was called
 
     def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
         return pairs.rotate_planar(x, self.positions, self.frequencies, self._table, self.interleaved)
@@ -285,9 +284,11 @@ class Planar(Rotation):
         """Return the rotation of channel pairs (i, i + rotary_dim / 2) instead of (2i, 2i + 1) by the same angles."""
         if torch.compiler.is_compiling():
             return self._with(interleaved=False)
-        if self._halves is None:
-            object.__setattr__(self, "_halves", self._with(interleaved=False))
-        return self._halves
+        halves: Planar | None = self.__dict__.get("_halves")
+        if halves is None:
+            halves = self._with(interleaved=False)
+            object.__setattr__(self, "_halves", halves)
+        return halves
 
     def matrix(self) -> Tensor:
         dense = super().matrix()

@@ -66,18 +66,11 @@ INLINE void lane_product(int64_t b, vf *c, const vf *a, const vf *right, int tra
         for (int64_t j = 0; j < i / 4 * 4; j++) c[i * b + j] = symmetry == SKEW ? -c[j * b + i] : c[j * b + i];
 }
 
-/* One out-of-line copy of each product, unrolled for sizes 4 and 8: products dominate the run time. */
+/* Out-of-line copies of products, one unrolled for size 4: products dominate the run time. */
 #define NOINLINE static __attribute__((noinline)) void
 NOINLINE lane_product_4(vf *c, const vf *a, const vf *right, int transposed, const vf *initial, float factor,
                         Symmetry symmetry) {
     lane_product(4, c, a, right, transposed, initial, factor, symmetry);
-}
-NOINLINE lane_product_8(vf *c, const vf *a, const vf *right, int transposed, const vf *initial, float factor) {
-    lane_product(8, c, a, right, transposed, initial, factor, NEITHER);
-}
-NOINLINE lane_product_8_symmetric(vf *c, const vf *a, const vf *right, int transposed, const vf *initial,
-                                  Symmetry symmetry) {
-    lane_product(8, c, a, right, transposed, initial, 1, symmetry);
 }
 NOINLINE lane_product_any(int64_t b, vf *c, const vf *a, const vf *right, int transposed, const vf *initial,
                           float factor, Symmetry symmetry) {
@@ -87,11 +80,7 @@ NOINLINE lane_product_any(int64_t b, vf *c, const vf *a, const vf *right, int tr
 /* c = factor initial + a right, or a^T right; c may be the initial value, which may be NULL. */
 INLINE void multiply(int64_t b, vf *c, const vf *a, const vf *right, int transposed, const vf *initial, float factor,
                      Symmetry symmetry) {
-    if (b == 8 && symmetry)
-        lane_product_8_symmetric(c, a, right, transposed, initial, symmetry); /* their factor is 1 */
-    else if (b == 8)
-        lane_product_8(c, a, right, transposed, initial, factor);
-    else if (b == 4)
+    if (b == 4)
         lane_product_4(c, a, right, transposed, initial, factor, symmetry);
     else
         lane_product_any(b, c, a, right, transposed, initial, factor, symmetry);
@@ -230,37 +219,8 @@ INLINE void antisymmetrise(int64_t b, vf *result, const vf *x, float factor, con
     }
 }
 
-/* Entries of  A X - X A = X A^T - A X^T  of skew matrices of 8 rows, in these rows and 4 columns, above the diagonal and
-   below; those above are added to a sum too. Factors on the diagonals are zero. */
-INLINE void commutator_tile(int first, int column, const vf *a, const vf *x, vf *result, vf *sum, float weight) {
-    vf value[LANE_ROWS][4] = {{{0}}};
-    _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++)
-        _Pragma("GCC unroll 4") for (int i = first; i < first + LANE_ROWS; i++)
-            _Pragma("GCC unroll 4") for (int j = column; j < column + 4; j++)
-                if (i < j && k != i && k != j)
-                    value[i - first][j - column] += x[8 * i + k] * a[8 * j + k] - a[8 * i + k] * x[8 * j + k];
-    _Pragma("GCC unroll 4") for (int i = first; i < first + LANE_ROWS; i++)
-        _Pragma("GCC unroll 4") for (int j = column; j < column + 4; j++) {
-            if (i >= j) continue;
-            sum[8 * i + j] += weight * value[i - first][j - column];
-            result[8 * i + j] = value[i - first][j - column];
-            result[8 * j + i] = -value[i - first][j - column];
-        }
-}
-
-NOINLINE commutator_8(const vf *a, const vf *x, vf *result, vf *sum, float weight) {
-    _Pragma("GCC unroll 4") for (int i = 0; i < 8; i += LANE_ROWS) {
-        if (i < 4) commutator_tile(i, 0, a, x, result, sum, weight);
-        commutator_tile(i, 4, a, x, result, sum, weight);
-    }
-}
-
 /* result = A x - x A, of which weight times the upper triangle is added to the sum */
 INLINE void commutator(int64_t b, const vf *a, const vf *x, vf *result, vf *sum, float weight, vf *t) {
-    if (b == 8) {
-        commutator_8(a, x, result, sum, weight); /* the diagonal is not read */
-        return;
-    }
     multiply(b, t, a, x, 0, NULL, 1, NEITHER);
     antisymmetrise(b, result, NULL, 0, t, sum, weight);
 }
@@ -284,17 +244,6 @@ INLINE void carry_back(int64_t b, const Memory *m, int64_t squarings) {
     }
     float scale = exp2f((float)-squarings);
     for (int64_t i = 0; i < b * b; i++) m->x[i] = scale * sum[i];
-}
-
-/* Specialised for the most frequent size. */
-static __attribute__((noinline)) int64_t exponentiate_small(int64_t b, const Memory *m, int keep) {
-    return b == 8 ? exponentiate(8, m, keep) : exponentiate(b, m, keep);
-}
-NOINLINE carry_back_small(int64_t b, const Memory *m, int64_t squarings) {
-    if (b == 8)
-        carry_back(8, m, squarings);
-    else
-        carry_back(b, m, squarings);
 }
 
 /* ---- the loop ---- */
@@ -329,13 +278,13 @@ static void run_part(const void *context, int64_t item, void *memory) {
         g.first = group * y.lanes;
         g.count = least(y.lanes, length_of(p) - g.first);
         read_exponents(y, p, &g, (float *)m.a);
-        int64_t squarings = exponentiate_small(y.b, &m, (int)job->backward);
+        int64_t squarings = exponentiate(y.b, &m, (int)job->backward);
         if (!job->backward) {
             write_table(y, p, &g, (const float *)m.level[0]);
             continue;
         }
         read_tangents(y, p, &g, (float *)m.x);
-        carry_back_small(y.b, &m, squarings);
+        carry_back(y.b, &m, squarings);
         if (p->positions)
             collect(y, job, &g, (float *)m.x, sums);
         else
