@@ -167,7 +167,7 @@ def _settings(model: nn.Module, layout: Layout) -> str:
 def _check_equal(model: nn.Module, file: File) -> None:
     """Raise ValueError unless the description of a model of torchrope builds one that equals it."""
     again = _built(file, "meta")
-    parts, rebuilt = ({name: _shown(part) for name, part in one.named_modules()} for one in (model, again))
+    parts, rebuilt = ({name: _shown(part) for name, part in module.named_modules()} for module in (model, again))
     for name in [*parts, *rebuilt]:
         if parts.get(name) != rebuilt.get(name):
             rule = "save needs a model that was not modified since it was built"
@@ -293,8 +293,8 @@ def build(described: Any, kind: type, sizes: Mapping[str, Any], file: File, devi
     check(f"the arguments of {name}", arguments, allowed, file.limits, partly=True)
     nested = [key for key in arguments if allowed[key] is kinds.PART]
     parts = {key: build(arguments[key], Encoding, sizes, file, device) for key in nested}
-    place = nullcontext() if device is None else device if cls is known else torch.device("cpu")
-    with place, errors_in_one_line(f"{name} rejects its settings"):
+    default_device = nullcontext() if device is None else device if cls is known else torch.device("cpu")
+    with default_device, errors_in_one_line(f"{name} rejects its settings"):
         lattices = {key: Lattice(**kinds.tuples(arguments[key])) for key in arguments if allowed[key] is kinds.LATTICE}
         return cls(**kinds.tuples(arguments) | lattices | parts)
 
@@ -316,20 +316,20 @@ def _recipe(model: Any) -> dict[str, Any]:
     if _MODELS.get(name) is not type(model):
         raise ValueError(f"save supports {', '.join(_MODELS)}, Features and swapped models, got {name}")
     defaults = {key: parameter.default for key, parameter in inspect.signature(type(model)).parameters.items()}
-    others = {key: value for key, value in model.arguments.items() if key not in ("encoding", "absolute", "bias")}
-    given = {key: value for key, value in others.items() if value is not defaults[key]}
+    arguments = {key: value for key, value in model.arguments.items() if key not in ("encoding", "absolute", "bias")}
+    changed = {key: value for key, value in arguments.items() if value is not defaults[key]}
     if isinstance(model, ViT):
-        given["positions"] = model.position_map
-    if "activation" in given:
+        changed["positions"] = model.position_map
+    if "activation" in changed:
         kind = type(model.get_submodule("layers.0.mlp.1"))
-        given["activation"] = next((name for name, known in _ACTIVATIONS.items() if known is kind), kind.__name__)
+        changed["activation"] = next((name for name, known in _ACTIVATIONS.items() if known is kind), kind.__name__)
     stages = list(getattr(model, "stages", [model]))
     encodings = [_build_of(encoding) for stage in stages for encoding in stage.encodings]
-    if isinstance(model, Transformer) and getattr(given.get("positions"), "periods", None) is not None:
-        encodings = [one.keywords["encoding"] if one.func is Periodic else one for one in encodings]
+    if isinstance(model, Transformer) and getattr(changed.get("positions"), "periods", None) is not None:
+        encodings = [built.keywords["encoding"] if built.func is Periodic else built for built in encodings]
     return {
         "class": name,
-        "arguments": given,
+        "arguments": changed,
         "encodings": list(map(describe, encodings)),
         "absolute": None if model.absolute is None else describe(model.absolute),
         "biases": [describe(bias) for stage in stages for bias in getattr(stage, "biases", ())],
@@ -343,13 +343,13 @@ def _read(text: str, layout: Layout, classes: tuple[type[Encoding], ...]) -> Fil
         raise ValueError(f"its settings must be up to {_LONGEST:,} characters, got {len(text):,}")
     reals = partial(_number, float)
     try:
-        given = json.loads(text, parse_int=partial(_number, int), parse_float=reals, parse_constant=reals)
+        header = json.loads(text, parse_int=partial(_number, int), parse_float=reals, parse_constant=reals)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"its settings must be JSON, got {error}") from None
-    if isinstance(given, dict) and (type(given.get("format")) is not int or given["format"] != _FORMAT):
-        raise ValueError(f"its settings must be of format {_FORMAT}, got format {shown(given.get('format'))}")
-    check("its settings", given, _HEADER, limits)
-    recipe, swap = given["recipe"], given["swap"]
+    if isinstance(header, dict) and (type(header.get("format")) is not int or header["format"] != _FORMAT):
+        raise ValueError(f"its settings must be of format {_FORMAT}, got format {shown(header.get('format'))}")
+    check("its settings", header, _HEADER, limits)
+    recipe, swap = header["recipe"], header["swap"]
     if recipe is not None:
         allowed = {"class": kinds.one_of(*_MODELS), "arguments": kinds.MAPPING, **_PARTS}
         allowed |= {"features": kinds.MAPPING} if isinstance(recipe, dict) and "features" in recipe else {}
@@ -360,7 +360,7 @@ def _read(text: str, layout: Layout, classes: tuple[type[Encoding], ...]) -> Fil
         check("its settings", {"swap": swap}, {"swap": kinds.NOTHING}, limits)
     elif not isinstance(swap, dict) or len(swap) > limits.layers:
         raise ValueError(f"its swap must map up to {limits.layers} names of submodules to swaps, got {shown(swap)}")
-    return File(given, layout, limits, classes)
+    return File(header, layout, limits, classes)
 
 
 def _frozen_parts(model: nn.Module) -> dict[str, Any] | None:
@@ -380,10 +380,10 @@ def _frozen_parts(model: nn.Module) -> dict[str, Any] | None:
 
 def _freeze_again(model: nn.Module, file: File) -> None:
     """Replace the encodings of a model by frozen ones, without values, as described and as large as the tensors."""
-    found, like = dict(model.named_modules(remove_duplicate=False)), next(model.parameters())
+    modules, like = dict(model.named_modules(remove_duplicate=False)), next(model.parameters())
     for name, described in (file.header["frozen"] or {}).items():
         check(f"{shown(name)} of its frozen parts", described, _FROZEN, file.limits)
-        kind, settings, part = described["kind"], kinds.tuples(described["settings"]), found.get(name)
+        kind, settings, part = described["kind"], kinds.tuples(described["settings"]), modules.get(name)
         expected = PatchEmbed if kind == "PatchEmbed" else (Encoding, AbsoluteEncoding, Frozen, FrozenAbsolute)
         if not isinstance(part, expected):
             raise ValueError(f"its frozen parts must be encodings of its model, got {shown(name)}")

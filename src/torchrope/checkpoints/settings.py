@@ -63,7 +63,7 @@ def each(kind: Kind, most: int = 16) -> Kind:
     """Constrain to a list of values of one kind."""
     return Kind(
         f"a list of up to {most:,} of ({kind.rule})",
-        lambda value, at: isinstance(value, list) and len(value) <= most and all(kind.holds(one, at) for one in value),
+        lambda value, at: isinstance(value, list) and len(value) <= most and all(kind.holds(x, at) for x in value),
     )
 
 
@@ -74,7 +74,7 @@ def named(keys: Kind, values: Kind) -> Kind:
         lambda value, at: (
             isinstance(value, dict)
             and len(value) <= at.width
-            and all(keys.holds(name, at) and values.holds(one, at) for name, one in value.items())
+            and all(keys.holds(name, at) and values.holds(entry, at) for name, entry in value.items())
         ),
     )
 
@@ -144,16 +144,16 @@ def _kind(hint: Any, integer: Kind) -> Kind | None:
     return integer if hint is int else plain.get(hint)
 
 
-def check(what: str, given: Any, kinds: Mapping[str, Kind], limits: Limits, *, partly: bool = False) -> None:
+def check(what: str, settings: Any, kinds: Mapping[str, Kind], limits: Limits, *, partly: bool = False) -> None:
     """Raise ValueError unless settings, parsed from JSON, are known, valid and, if not partly given, complete."""
-    if not isinstance(given, dict):
-        raise ValueError(f"{what} must be settings by name, got {shown(given)}")
-    unknown = [name for name in given if name not in kinds]
-    missing = [] if partly else [name for name in kinds if name not in given]
+    if not isinstance(settings, dict):
+        raise ValueError(f"{what} must be settings by name, got {shown(settings)}")
+    unknown = [name for name in settings if name not in kinds]
+    missing = [] if partly else [name for name in kinds if name not in settings]
     if unknown or missing:
         rule = "among those that a file may set" if partly else f"{', '.join(kinds)}, all of them"
         raise ValueError(f"{what} must be {rule}, got {shown(unknown[0]) if unknown else f'no {missing[0]}'}")
-    for name, value in given.items():
+    for name, value in settings.items():
         if not kinds[name].holds(value, limits):
             raise ValueError(f"{name} of {what} must be {kinds[name].rule.format(**vars(limits))}, got {shown(value)}")
 
@@ -243,8 +243,8 @@ def budget(layout: Layout) -> Iterator[None]:
                 raise ValueError(f"a model for {held} must have at most {limit:,} {what}, got more")
 
     with (
-        modules.register_module_parameter_registration_hook(lambda _, __, one: spend(one, "numbers in parameters")),
-        modules.register_module_buffer_registration_hook(lambda _, __, one: spend(one, "numbers in buffers")),
+        modules.register_module_parameter_registration_hook(lambda _, __, value: spend(value, "numbers in parameters")),
+        modules.register_module_buffer_registration_hook(lambda _, __, value: spend(value, "numbers in buffers")),
     ):
         yield
 

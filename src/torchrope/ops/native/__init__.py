@@ -318,8 +318,8 @@ def _run_exp(
 ) -> None:
     axes, heads, blocks, b, _ = generators.shape
     sets, tokens = (1, 1) if positions is None else (positions.shape[:-2].numel(), positions.shape[-2])
-    given = table if d_tangent is None else d_tangent
-    if given is None or not given.numel():
+    nonempty = table if d_tangent is None else d_tangent
+    if nonempty is None or not nonempty.numel():
         return  # empty tensors have no address
     kept = tuple(None if x is None else _float(x) for x in (positions, generators, table, d_tangent))
     sizes = heads, blocks, b, axes, sets, tokens, torch.get_num_threads()
