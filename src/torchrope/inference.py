@@ -12,7 +12,7 @@ from torchrope.attention import Attention
 from torchrope.encodings import AbsoluteEncoding, Encoding, MixedRoPE
 from torchrope.encodings.base import Positions
 from torchrope.encodings.names import built_as
-from torchrope.encodings.planes import planes
+from torchrope.encodings.skew_matrices import invariant_planes
 from torchrope.models import Swin, ViT
 from torchrope.models.layers import builders
 from torchrope.ops.backends import takes_kernels
@@ -412,10 +412,12 @@ def _decompose(factors: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _blockwise_planes(base: Tensor) -> tuple[Tensor, Tensor]:
-    """Decompose blocks B `(heads, blocks, b, b)` by `planes`, in float64 on the CPU; on the meta device shapes only."""
+    """Decompose blocks B `(heads, blocks, b, b)` in float64 on the CPU, on the meta device shapes only."""
     if base.is_meta:
         return base.clone(), base[..., 0, : base.shape[-1] // 2].clone()
-    decomposed = [planes(block) for block in base.cpu().double().flatten(0, 1)]  # not every device has float64
+    decomposed = [
+        invariant_planes(block) for block in base.cpu().double().flatten(0, 1)
+    ]  # not every device has float64
     bases, angular = (torch.stack(parts).unflatten(0, base.shape[:2]) for parts in zip(*decomposed, strict=True))
     return bases, angular
 
