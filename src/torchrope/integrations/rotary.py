@@ -159,7 +159,7 @@ class FrozenParameters:
     def __init__(self, owner: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         frozen = set(map(id, parameters))
         self.owner = owner
-        self.learned = {name: one.requires_grad for name, one in owner.named_parameters() if id(one) in frozen}
+        self.learned = {name: p.requires_grad for name, p in owner.named_parameters() if id(p) in frozen}
         self.others_learned = self._others_learn()
         for parameter in parameters:
             parameter.requires_grad_(False)
@@ -173,4 +173,4 @@ class FrozenParameters:
 
     def _others_learn(self) -> bool:
         names = (*self.learned, f"{ATTRIBUTE}.")
-        return any(one.requires_grad for name, one in self.owner.named_parameters() if not name.startswith(names))
+        return any(p.requires_grad for name, p in self.owner.named_parameters() if not name.startswith(names))
