@@ -332,10 +332,10 @@ def builds_on_the_meta_device(make: Make) -> None:
     except Exception as error:
         rule = "__init__ must not read values of tensors, so that it runs on the meta device"
         raise AssertionError(f"{rule}: {_one_line(error)}") from error
-    other_device = [f"`{name}`" for name, x in _tensors(empty).items() if not x.is_meta]
+    wrong_device = [f"`{name}`" for name, x in _tensors(empty).items() if not x.is_meta]
     _require(
-        not other_device,
-        f"__init__ must create tensors on torch's default device, here meta, but {', '.join(other_device)} came from "
+        not wrong_device,
+        f"__init__ must create tensors on torch's default device, here meta, but {', '.join(wrong_device)} came from "
         "NumPy, from a copy or with device=; create them by torch.empty",
     )
     built = empty.to_empty(device="cpu")

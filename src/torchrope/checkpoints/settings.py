@@ -192,24 +192,24 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
 
 
-Layout = Mapping[str, Stored | Tensor]
+Manifest = Mapping[str, Stored | Tensor]
 """Tensors by name, of which only dtypes and shapes are used."""
 
 
-def layout_of_file(opened: Any) -> Layout:
-    """Return the layout of an open safetensors file without reading tensors."""
-    layout = {}
+def manifest_of(opened: Any) -> Manifest:
+    """Return names, dtypes and shapes of the tensors of an open safetensors file, which are not read."""
+    manifest = {}
     for name in opened.keys():  # noqa: SIM118, not a dict
         check_name(name)
         part = opened.get_slice(name)
-        layout[name] = Stored(_NAMED.get(part.get_dtype(), part.get_dtype()), tuple(part.get_shape()))
-    return layout
+        manifest[name] = Stored(_NAMED.get(part.get_dtype(), part.get_dtype()), tuple(part.get_shape()))
+    return manifest
 
 
-def limits_of(layout: Layout) -> Limits:
+def limits_of(manifest: Manifest) -> Limits:
     """Return the largest values allowed in settings of a model with these tensors."""
-    filled = [stored.shape for stored in layout.values() if 0 not in stored.shape]  # empty tensors may claim any extent
-    count, longest = len(layout), max((extent for shape in filled for extent in shape), default=0)
+    filled = [stored.shape for stored in manifest.values() if 0 not in stored.shape]  # empty ones may claim any extent
+    count, longest = len(manifest), max((extent for shape in filled for extent in shape), default=0)
     return Limits(count, longest, max(count, Limits.layers), max(longest, Limits.width))
 
 
@@ -220,12 +220,12 @@ def check_name(name: Any) -> None:
 
 
 @contextmanager
-def budget(layout: Layout) -> Iterator[None]:
-    """Raise ValueError if models register more tensors or numbers in this thread than the layout permits."""
-    stored = sum(math.prod(tensor.shape) for tensor in layout.values())
+def budget(manifest: Manifest) -> Iterator[None]:
+    """Raise ValueError if models register more tensors or numbers in this thread than the manifest permits."""
+    stored = sum(math.prod(tensor.shape) for tensor in manifest.values())
     # More than the file holds, because `Features` drops layers once built, and buffers may not be saved.
     limits = {
-        "tensors": max(4096, 4 * len(layout)),
+        "tensors": max(4096, 4 * len(manifest)),
         "numbers in parameters": max(2**28, 32 * stored),
         "numbers in buffers": max(2**25, 4 * stored),
     }
@@ -239,7 +239,7 @@ def budget(layout: Layout) -> Iterator[None]:
         spent[category] += tensor.numel()
         for what, limit in limits.items():
             if spent[what] > limit:
-                held = f"a file of {len(layout)} tensors with {stored:,} numbers"
+                held = f"a file of {len(manifest)} tensors with {stored:,} numbers"
                 raise ValueError(f"a model for {held} must have at most {limit:,} {what}, got more")
 
     with (
@@ -249,12 +249,12 @@ def budget(layout: Layout) -> Iterator[None]:
         yield
 
 
-def check_fits(model: nn.Module, layout: Layout) -> None:
+def check_fits(model: nn.Module, manifest: Manifest) -> None:
     """Raise ValueError unless tensors match a model's in name, shape and dtype; floating-point dtypes may differ."""
     expected = model.state_dict()
     misfits = []
-    for name in {**expected, **layout}:
-        part, stored = expected.get(name), layout.get(name)
+    for name in {**expected, **manifest}:
+        part, stored = expected.get(name), manifest.get(name)
         if stored is None:
             misfits.append(f"no {name}")
         elif part is None:

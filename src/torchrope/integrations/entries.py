@@ -53,7 +53,7 @@ def _check(model: nn.Module, file: File) -> None:
     """Raise ValueError unless the settings of a file build encodings with the weights of a model's."""
     by_name = _adapters(model)
     for name, swap in file.header["swap"].items():
-        with budget(file.layout):
+        with budget(file.manifest):
             again, *_ = _parts(file, swap, by_name[name].shapes(), torch.device("meta"))
         for encoding, would in zip(by_name[name].tower.rotary.encodings, again, strict=True):
             if not isinstance(encoding, Frozen):
@@ -69,7 +69,7 @@ def _repeat(model: nn.Module, file: File, undone: ExitStack) -> None:
             raise ValueError(f"its swap must be of a submodule that swap supports, got {received}")
         rotary = by_name[name].rotary
         if rotary is None:
-            with budget(file.layout):
+            with budget(file.manifest):
                 _install(by_name[name], file, swap, undone)
         elif json.loads(to_json(_described(rotary))) != swap:
             raise ValueError(f"its swap must be that of the model, got another for {name or 'the model'}")
@@ -84,7 +84,7 @@ def _install(adapter: Adapter, file: File, swap: dict[str, Any], undone: ExitSta
     undone.callback(remove, adapter, rotary)
     undone.callback(rotary._buffers.update, dict(rotary._buffers))
     for name, table in list(rotary._buffers.items()):  # a stored table may have another input size
-        for shape in [tuple(value.shape) for key, value in file.layout.items() if key.endswith(f"{ATTRIBUTE}.{name}")]:
+        for shape in [tuple(part.shape) for key, part in file.manifest.items() if key.endswith(f"{ATTRIBUTE}.{name}")]:
             if table is not None and 0 not in shape and len(shape) == table.ndim and shape[-1:] == table.shape[-1:]:
                 rotary._buffers[name] = torch.empty(shape, dtype=table.dtype, device=device)
 

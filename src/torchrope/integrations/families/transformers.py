@@ -518,12 +518,12 @@ def _matches(rotation: OwnRotation, pair: _RotaryLayer) -> bool:
         ids = ids.mT if pair.num_axes == 1 else ids.mT.unsqueeze(1)  # (1, tokens) or (axes, 1, tokens)
     drawn = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 1, 1, len(positions), head_dim(pair.layer), generator=drawn)
-    met, device = rotation_function(pair.layer), pair.attribute("inv_freq").device
-    function = undecorated(pair.layer).__globals__[met.name]
+    intercept, device = rotation_function(pair.layer), pair.attribute("inv_freq").device
+    function = undecorated(pair.layer).__globals__[intercept.name]
     layer_types = () if pair.layer_type is None else (pair.layer_type,)
     try:
         tables = [table.float().cpu() for table in pair.rope(query.to(device), ids.to(device), *layer_types)]
-        if met.layout == "bthd":
+        if intercept.layout == "bthd":
             theirs = function(query[0].transpose(0, 1), key[0].transpose(0, 1), *tables)
         else:
             theirs = function(query, key, *(table.reshape(1, len(positions), -1) for table in tables))
