@@ -142,7 +142,7 @@ class Attention(Projections):
             # jagged torch.nested tensor was slower than the loop on a CPU, forward and backward.
             samples = split_samples([q], [k, v], lengths, key_lengths)
             biases = _bias_per_sample(bias, lengths)
-            parts = [attend(*of_one, attn_mask=one) for of_one, one in zip(samples, biases, strict=True)]
+            parts = [attend(*qkv, attn_mask=mask) for qkv, mask in zip(samples, biases, strict=True)]
             mixed = torch.cat(parts, dim=-2)
         if within is not None:
             joined = within.join(mixed.transpose(1, 2).flatten(2)).flatten(1, -2)
@@ -213,8 +213,8 @@ def check_context(
     """Raise ValueError unless both tokens and context, or neither, have a rotation and lengths."""
     if context is None:
         if key_rotation is not None or key_lengths is not None:
-            given = {"key_rotation": key_rotation, "key_lengths": key_lengths}
-            names = " and ".join(name for name, value in given.items() if value is not None)
+            arguments = {"key_rotation": key_rotation, "key_lengths": key_lengths}
+            names = " and ".join(name for name, value in arguments.items() if value is not None)
             raise ValueError(f"key_rotation and key_lengths must be None without a context, got {names}")
         return
     for name, of_queries, of_keys in (("rotation", rotation, key_rotation), ("lengths", lengths, key_lengths)):
@@ -360,10 +360,10 @@ class Windows:
             `(batch · windows, 1, tokens of a window, tokens of a window)`, boolean.
         """
         masks = [self.mask(device=device), None if valid_mask is None else self.seen(valid_mask)]
-        given = [mask for mask in masks if mask is not None]
-        if not given:
+        kept = [mask for mask in masks if mask is not None]
+        if not kept:
             return None
-        mask = given[0] if len(given) == 1 else given[0] & given[1]  # (batch or 1 or nothing, windows, tokens, tokens)
+        mask = kept[0] if len(kept) == 1 else kept[0] & kept[1]  # (batch or 1 or nothing, windows, tokens, tokens)
         return mask.expand(batch, *mask.shape[-3:]).flatten(0, 1).unsqueeze(1)
 
     @property

@@ -12,7 +12,7 @@ from torchrope.attention import Attention
 from torchrope.encodings import AbsoluteEncoding, Encoding, MixedRoPE
 from torchrope.encodings.base import Positions
 from torchrope.encodings.names import built_as
-from torchrope.encodings.planes import planes
+from torchrope.encodings.skew_matrices import invariant_planes
 from torchrope.models import Swin, ViT
 from torchrope.models.layers import builders
 from torchrope.ops.backends import takes_kernels
@@ -262,7 +262,7 @@ def _frozen(encoding: Encoding, positions: Tensor, rotation: Rotation) -> Frozen
     elif isinstance(constant, Block):
         tensors["table"] = constant.table.mT
     tensors["frozen_at"] = positions.to(wide_dtype(positions))
-    copies = {name: one.detach().clone(memory_format=torch.contiguous_format) for name, one in tensors.items()}
+    copies = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
     return Frozen(built_as(encoding), type(constant), settings, copies)
 
 
@@ -312,16 +312,16 @@ def _record_constants(model: nn.Module, examples: Sequence[Tensor]) -> dict[nn.M
         else:
             positions = encoding.check_positions(args[0] if args else kwargs["positions"])
             if encoding not in constants:
-                constants[encoding] = _frozen(encoding, positions, _in_planes(encoding, output, positions))
+                constants[encoding] = _frozen(encoding, positions, _by_planes(encoding, output, positions))
                 return
             before = constants[encoding].frozen_at
             same = before.shape == positions.shape and (positions.is_meta or before.equal(positions))
         if not same:
             raise ValueError(f"an encoding can be frozen at one set of positions, got another for {encoding}")
 
-    found = [module for module in model.modules() if isinstance(module, Encoding | AbsoluteEncoding)]
-    within = {part for module in found for part in module.modules() if part is not module}  # as of `Periodic`
-    encodings = [module for module in found if module not in within]
+    candidates = [module for module in model.modules() if isinstance(module, Encoding | AbsoluteEncoding)]
+    within = {part for module in candidates for part in module.modules() if part is not module}  # as of `Periodic`
+    encodings = [module for module in candidates if module not in within]
     hooks = [module.register_forward_hook(record, with_kwargs=True) for module in encodings]
     try:
         with torch.no_grad():
@@ -332,7 +332,7 @@ def _record_constants(model: nn.Module, examples: Sequence[Tensor]) -> dict[nn.M
     return constants
 
 
-def _in_planes(encoding: Encoding, rotation: Rotation, positions: Tensor) -> Rotation:
+def _by_planes(encoding: Encoding, rotation: Rotation, positions: Tensor) -> Rotation:
     """Return the rotation of an encoding, that of multiples of one base by its planes also where no kernel does so."""
     if not isinstance(rotation, Block) or encoding.block_size % 2:
         return rotation
@@ -341,7 +341,7 @@ def _in_planes(encoding: Encoding, rotation: Rotation, positions: Tensor) -> Rot
         return rotation
     inputs = encoding.check_positions(positions), *factored
     positions, factors, base = (x.to(rotation.table, copy=True) for x in inputs)
-    basis, angular = (x.to(base) for x in _planes(base))
+    basis, angular = (x.to(base) for x in _blockwise_planes(base))
     return Commuting(
         positions=positions, factors=factors, base=base, basis=basis, angular=angular, head_dim=rotation.head_dim,
         num_heads=rotation.num_heads,
@@ -406,7 +406,7 @@ def _mixed(encoding: Encoding, frequencies: Tensor) -> MixedRoPE:
 def _decompose(factors: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
     """Decompose  A_a = c_a B  into frequencies `(axes, heads or 1, pairs)` and a basis U, unrotated channels last."""
     _, blocks, b, _ = base.shape
-    bases, angular = _planes(base)
+    bases, angular = _blockwise_planes(base)
     frequencies = factors.cpu().double().unsqueeze(-1) * angular  # (axes, heads, blocks, b div 2)
     channels = torch.arange(blocks * b).unflatten(0, (blocks, b))
     rotated, unrotated = channels[:, : b - b % 2], channels[:, b - b % 2 :]
@@ -414,11 +414,13 @@ def _decompose(factors: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
     return frequencies.flatten(2), block_diagonal(bases, blocks * b)[..., order].unsqueeze(-3)
 
 
-def _planes(base: Tensor) -> tuple[Tensor, Tensor]:
-    """Decompose blocks B `(heads, blocks, b, b)` by `planes`, in float64 on the CPU; on the meta device shapes only."""
+def _blockwise_planes(base: Tensor) -> tuple[Tensor, Tensor]:
+    """Decompose blocks B `(heads, blocks, b, b)` in float64 on the CPU, on the meta device shapes only."""
     if base.is_meta:
         return base.clone(), base[..., 0, : base.shape[-1] // 2].clone()
-    decomposed = [planes(block) for block in base.cpu().double().flatten(0, 1)]  # not every device has float64
+    decomposed = [
+        invariant_planes(block) for block in base.cpu().double().flatten(0, 1)
+    ]  # not every device has float64
     bases, angular = (torch.stack(parts).unflatten(0, base.shape[:2]) for parts in zip(*decomposed, strict=True))
     return bases, angular
 

@@ -112,8 +112,8 @@ class Lattice:
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments that differ from their defaults, by name."""
-        given = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
-        return {name: value for name, (value, default) in given.items() if value != default}
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        return {name: value for name, (value, default) in values.items() if value != default}
 
     def completed(self, spacing: PerAxis = 1.0, origin: PerAxis = 0.0) -> "Lattice":
         """Return this lattice with a spacing and an origin in place of None."""
@@ -247,6 +247,6 @@ def _divisor(axis: int, rules: Sequence[Divisor | int], sizes: Sequence[int | Te
         size = size - 1
     elif rule in ("longest", "shortest"):
         of_numbers, of_tensors = (max, torch.maximum) if rule == "longest" else (min, torch.minimum)
-        same: list[Any] = [other for other, its_rule in zip(sizes, rules, strict=True) if its_rule == rule]
+        same: list[Any] = [extent for extent, its_rule in zip(sizes, rules, strict=True) if its_rule == rule]
         size = functools.reduce(of_tensors if isinstance(size, Tensor) else of_numbers, same)
     return size.clamp(min=1) if isinstance(size, Tensor) else max(size, 1)

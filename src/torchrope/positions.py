@@ -66,9 +66,9 @@ def grid(
 def per_axis(name: str, value: PerAxis, num_axes: int) -> tuple[float, ...]:
     """Return one number per axis; one number is repeated for all axes."""
     try:
-        given = tuple(value) if isinstance(value, Iterable) else (value,) * num_axes
+        numbers = tuple(value) if isinstance(value, Iterable) else (value,) * num_axes
         # Not float, which makes symbolic numbers constants.
-        values: tuple[Any, ...] = tuple(map(torch.sym_float, given))
+        values: tuple[Any, ...] = tuple(map(torch.sym_float, numbers))
     except (TypeError, ValueError):
         raise ValueError(f"{name} must be one number or one per axis, got {value!r}") from None
     if len(values) != num_axes:

@@ -86,9 +86,9 @@ def apply(
         ValueError: as `rotate`.
     """
     _require_rotation(rotation)
-    own = heads_first("x", x, layout)
-    rotation.check("x", own, None)
-    pair = Pair(own, absent(own), scores_only)
+    x = heads_first("x", x, layout)
+    rotation.check("x", x, None)
+    pair = Pair(x, absent(x), scores_only)
     return in_layout(rotation.encode(pair)[0], layout).to(x.dtype)
 
 

@@ -63,13 +63,13 @@ class Rotation(Value, ABC):
             self.check("k", x.k, x.q)
         return x
 
-    def check(self, name: str, x: Tensor, other: Tensor | None) -> None:
+    def check(self, name: str, x: Tensor, partner: Tensor | None) -> None:
         """Raise unless x fits.
 
         Args:
             name: "q", "k" or "x", a tensor alone.
             x: `(*batch, heads, tokens, head_dim)`.
-            other: The other one of q and k.
+            partner: The other one of q and k.
 
         Raises:
             ValueError: another batch, number of heads or tokens, or head_dim.
@@ -79,29 +79,29 @@ class Rotation(Value, ABC):
                 f"{name} must be floating point (batch, heads, tokens, head_dim), got {x.dtype} {tuple(x.shape)}"
             )
         *batch, heads, tokens, head_dim = x.shape
-        *own_batch, own_heads, own_tokens = self.shape
+        *rotation_batch, rotation_heads, rotation_tokens = self.shape
         if head_dim != self.head_dim:
             raise ValueError(f"head_dim of {name} must be the rotation's {self.head_dim}, got {head_dim}")
-        if tokens != own_tokens:
-            rule = f"{name} must have the rotation's {own_tokens} tokens, got {tokens}"
-            raise ValueError(f"{rule}{_hint_of_tokens(x, own_tokens)}")
-        if own_batch:
-            aligned = batch[len(batch) - len(own_batch) :] if len(own_batch) <= len(batch) else None
-            if aligned is None or any(own not in (1, of_x) for own, of_x in zip(own_batch, aligned, strict=True)):
+        if tokens != rotation_tokens:
+            rule = f"{name} must have the rotation's {rotation_tokens} tokens, got {tokens}"
+            raise ValueError(f"{rule}{_hint_of_tokens(x, rotation_tokens)}")
+        if rotation_batch:
+            aligned = batch[len(batch) - len(rotation_batch) :] if len(rotation_batch) <= len(batch) else None
+            if aligned is None or any(n not in (1, of_x) for n, of_x in zip(rotation_batch, aligned, strict=True)):
                 rule = f"positions must have no batch dimension or that of {name}, {tuple(batch)}"
-                raise ValueError(f"{rule}, got {tuple(own_batch)}")
-        self._check_heads(name, heads, other, own_heads == 1)
+                raise ValueError(f"{rule}, got {tuple(rotation_batch)}")
+        self._check_heads(name, heads, partner, rotation_heads == 1)
 
-    def _check_heads(self, name: str, heads: int, other: Tensor | None, shared: bool) -> None:
+    def _check_heads(self, name: str, heads: int, partner: Tensor | None, shared: bool) -> None:
         """Raise unless key heads divide query heads, and the rotation has 1 head, those of q or those of k."""
-        if other is None:
+        if partner is None:
             if not shared and heads % self.heads:
                 raise ValueError(f"heads of {name} must be a multiple of the rotation's {self.heads}, got {heads}")
             return
-        if other.ndim < 3:
+        if partner.ndim < 3:
             return  # refused by its own check
-        other_heads = other.shape[-3]
-        heads, key_heads = (heads, other_heads) if name == "q" else (other_heads, heads)
+        partner_heads = partner.shape[-3]
+        heads, key_heads = (heads, partner_heads) if name == "q" else (partner_heads, heads)
         if key_heads == 0 or heads % key_heads:
             raise ValueError(f"heads of q must be a multiple of the heads of k, got {heads} and {key_heads}")
         if self.heads not in (1, heads, key_heads):
@@ -187,14 +187,14 @@ class Rotation(Value, ABC):
         """Return the rotation detached from the graph."""
         return self._mapped(Tensor.detach)
 
-    def _moved(self, positions: Tensor, own: Tensor, **changed: Any) -> Self:
-        """Return a copy at other positions, copied to the dtype of its own; in float64 for integers above 2^24."""
-        if positions.ndim < 2 or positions.shape[-1] != own.shape[-1]:
-            raise ValueError(f"positions must be (*batch, tokens, {own.shape[-1]}), got {tuple(positions.shape)}")
+    def _moved(self, positions: Tensor, current: Tensor, **changed: Any) -> Self:
+        """Return a copy at other positions, in the dtype of the current ones; in float64 for integers above 2^24."""
+        if positions.ndim < 2 or positions.shape[-1] != current.shape[-1]:
+            raise ValueError(f"positions must be (*batch, tokens, {current.shape[-1]}), got {tuple(positions.shape)}")
         wide = torch.float32 if positions.is_floating_point() else wide_positions(positions).dtype
-        rotation = self.to(torch.promote_types(wide, own.dtype))
+        rotation = self.to(torch.promote_types(wide, current.dtype))
         return rotation._with(
-            positions=positions.to(own.device, torch.promote_types(wide, own.dtype), copy=True), **changed
+            positions=positions.to(current.device, torch.promote_types(wide, current.dtype), copy=True), **changed
         )
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
@@ -352,8 +352,8 @@ class GivenAngles(Planar):
         raise ValueError("a rotation by given angles has no frequencies: give the angles at other positions")
 
     def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Tensor | None]:
-        given = _of_heads(self.given[(*batch, slice(None), tokens)], heads, len(batch))
-        return _of_angles(given)
+        angles = _of_heads(self.given[(*batch, slice(None), tokens)], heads, len(batch))
+        return _of_angles(angles)
 
     def inverse(self) -> "GivenAngles":
         return self._with(**_of_angles(-self.given))
@@ -390,23 +390,23 @@ def from_angles(angles: Tensor, *, head_dim: int | None = None, num_heads: int |
     if not 2 <= angles.ndim <= 4 or angles.dtype not in (torch.float32, torch.float64):
         rule = "angles must be ([batch,] heads or 1, tokens, pairs) in float32 or float64"
         raise ValueError(f"{rule}, got {tuple(angles.shape)} in {str(angles.dtype).removeprefix('torch.')}")
-    given = angles if angles.ndim > 2 else angles.unsqueeze(0)
-    head_dim = 2 * given.shape[-1] if head_dim is None else head_dim
-    if head_dim < 2 * given.shape[-1]:
-        raise ValueError(f"head_dim must be 2 · {given.shape[-1]} pairs or more, got {head_dim}")
-    if num_heads is not None and given.shape[-3] not in (1, num_heads):
+    batched = angles if angles.ndim > 2 else angles.unsqueeze(0)
+    head_dim = 2 * batched.shape[-1] if head_dim is None else head_dim
+    if head_dim < 2 * batched.shape[-1]:
+        raise ValueError(f"head_dim must be 2 · {batched.shape[-1]} pairs or more, got {head_dim}")
+    if num_heads is not None and batched.shape[-3] not in (1, num_heads):
         raise ValueError(f"angles must have 1 head or num_heads = {num_heads}, got {tuple(angles.shape)}")
-    return GivenAngles(head_dim=head_dim, num_heads=num_heads, **_of_angles(given))
+    return GivenAngles(head_dim=head_dim, num_heads=num_heads, **_of_angles(batched))
 
 
-def _of_angles(given: Tensor) -> dict[str, Any]:
+def _of_angles(angles: Tensor) -> dict[str, Any]:
     """Return the tensors of a `GivenAngles`."""
-    *batch, heads, tokens, pairs = given.shape
+    *batch, heads, tokens, pairs = angles.shape
     return {
-        "given": given,
-        "_table": None if given.requires_grad else torch.stack([given.cos(), given.sin()], dim=-2),
-        "positions": given.new_zeros(*batch, tokens, 0),
-        "frequencies": given.new_zeros(0, heads, pairs),
+        "given": angles,
+        "_table": None if angles.requires_grad else torch.stack([angles.cos(), angles.sin()], dim=-2),
+        "positions": angles.new_zeros(*batch, tokens, 0),
+        "frequencies": angles.new_zeros(0, heads, pairs),
     }
 
 
@@ -581,9 +581,9 @@ class Block(Rotation):
         return self._with(table=self.table.mT, _tangent=None)
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
+def _equal(x: Tensor, y: Tensor) -> bool:
     """Return whether two tensors are the same object, or have equal values if these can be read."""
-    return one is other or (can_read(one) and can_read(other) and torch.equal(one, other))
+    return x is y or (can_read(x) and can_read(y) and torch.equal(x, y))
 
 
 def _hint_of_tokens(x: Tensor, expected: int) -> str:

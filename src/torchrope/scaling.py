@@ -158,8 +158,8 @@ def scaling_of(
         ValueError: an unknown method, a train_size that is missing or not used.
     """
     if not callable(method) and method not in METHODS:
-        *others, last = METHODS
-        raise ValueError(f"method must be {', '.join(others)}, {last} or a function, got {method!r}")
+        *first, last = METHODS
+        raise ValueError(f"method must be {', '.join(first)}, {last} or a function, got {method!r}")
     if train_size is not None and method != "yarn":
         raise ValueError(f"train_size must be None unless method is 'yarn', got {train_size} for {_name(method)}")
     if callable(method):

@@ -15,10 +15,10 @@ from typing_extensions import Self, dataclass_transform
 
 def private(path: str) -> Any:
     """Return a private function or class of torch by its path, or None if this release lacks it."""
-    found: Any = torch
+    attribute: Any = torch
     for name in path.split("."):
-        found = getattr(found, name, None)
-    return found
+        attribute = getattr(attribute, name, None)
+    return attribute
 
 
 _is_wrapped = private("_C._functorch.is_functorch_wrapped_tensor")
@@ -61,9 +61,9 @@ def require_unrounded(positions: Tensor) -> None:
 
 def as_numbers(values: Any, like: torch.dtype = torch.float32) -> Tensor:
     """Convert an array, or nested lists of numbers, to a tensor as wide as given, `like` it and PyTorch's default."""
-    found = torch.as_tensor(values)
-    if not found.is_floating_point() or hasattr(values, "dtype"):
-        return found
+    numbers = torch.as_tensor(values)
+    if not numbers.is_floating_point() or hasattr(values, "dtype"):
+        return numbers
     exact = torch.as_tensor(values, dtype=torch.float64)
     return exact if torch.float64 in (like, torch.get_default_dtype()) else _as_narrow_as_exact(exact)
 

@@ -234,9 +234,9 @@ def generators_depend_on_the_parameters_alone(make: Make) -> None:
     draws = "it draws random numbers; draw them in reset_parameters()"
     cause = draws if drew else "it changes a tensor in place or keeps state"
     _require(same, f"generators() must return the same at each call, but {cause}")
-    given = positions.clone()
-    encoding(given)
-    _require(torch.equal(given, positions), "forward() must not change positions in place")
+    copied = positions.clone()
+    encoding(copied)
+    _require(torch.equal(copied, positions), "forward() must not change positions in place")
     _require(
         _same(encoding.generators(), first),
         "generators() must depend on parameters alone, but forward() changed them; store no positions in self",
@@ -332,10 +332,10 @@ def builds_on_the_meta_device(make: Make) -> None:
     except Exception as error:
         rule = "__init__ must not read values of tensors, so that it runs on the meta device"
         raise AssertionError(f"{rule}: {_one_line(error)}") from error
-    other_device = [f"`{name}`" for name, x in _tensors(empty).items() if not x.is_meta]
+    wrong_device = [f"`{name}`" for name, x in _tensors(empty).items() if not x.is_meta]
     _require(
-        not other_device,
-        f"__init__ must create tensors on torch's default device, here meta, but {', '.join(other_device)} came from "
+        not wrong_device,
+        f"__init__ must create tensors on torch's default device, here meta, but {', '.join(wrong_device)} came from "
         "NumPy, from a copy or with device=; create them by torch.empty",
     )
     built = empty.to_empty(device="cpu")
@@ -452,19 +452,19 @@ def compiles_into_one_graph(make: Make) -> Iterator[Measured]:
     leaves = (q, k, *(p for p in encoding.parameters() if p.requires_grad))
     outputs = (expected, actual)
     gradients = (torch.autograd.grad(x.square().mean(), leaves, materialize_grads=True) for x in outputs)
-    for one, other in zip(*gradients, strict=True):
-        yield assert_close_to_scale(other, one, "compiled gradient - eager gradient")
+    for eager, traced in zip(*gradients, strict=True):
+        yield assert_close_to_scale(traced, eager, "compiled gradient - eager gradient")
 
 
 @has_property
 def saving_and_copying_keep_the_generators(make: Make) -> None:
     """state_dict, deepcopy and pickle preserve the generators."""
-    encoding, other = make(), make()
+    encoding, loaded = make(), make()
     state = encoding.state_dict()
     lost = [f"`{name}`" for name, x in _tensors(encoding).items() if x.numel() and name not in state]
     _require(not lost, f"no file restores {', '.join(lost)}; let buffers be persistent, or compute them at each use")
-    other.load_state_dict(state)
-    copies = {"state_dict": other, "deepcopy": copy.deepcopy(encoding), "pickle": pickle.loads(pickle.dumps(encoding))}
+    loaded.load_state_dict(state)
+    copies = {"state_dict": loaded, "deepcopy": copy.deepcopy(encoding), "pickle": pickle.loads(pickle.dumps(encoding))}
     for method, copied in copies.items():
         _require(torch.equal(copied.generators(), encoding.generators()), f"{method} must keep the generators")
 
@@ -472,22 +472,22 @@ def saving_and_copying_keep_the_generators(make: Make) -> None:
 @has_property
 def set_generators_accepts_its_own_generators(make: Make) -> Iterator[Measured]:
     """set_generators(generators()) changes nothing; wrong shapes and symmetric blocks raise ValueError."""
-    encoding, other = make(), make()
+    encoding, changed = make(), make()
     _require_takes_generators(encoding)
     generators = encoding.generators().detach()
-    before = dict(other.named_parameters())
-    other.set_generators(generators)
-    replaced = _replaced(other, before)
+    before = dict(changed.named_parameters())
+    changed.set_generators(generators)
+    replaced = _replaced(changed, before)
     rule = "load_generators() must write in place"
     _require(not replaced, f"{rule}, but made a new {', '.join(replaced)}, which no optimizer holds; use copy_")
-    yield assert_close_to_scale(other.generators(), generators, "generators after set_generators")
+    yield assert_close_to_scale(changed.generators(), generators, "generators after set_generators")
     invalid = [generators[1:], generators[0]]
     if generators.numel():
         invalid.append(generators[..., :-1])
         invalid.append(generators.abs() + torch.eye(encoding.block_size))
     for bad in invalid:
         rule = f"set_generators must raise ValueError for invalid generators, but accepted {tuple(bad.shape)}"
-        _require(_raises_value_error(other.set_generators, bad), rule)
+        _require(_raises_value_error(changed.set_generators, bad), rule)
 
 
 @has_property
@@ -640,13 +640,13 @@ def _require_takes_generators(encoding: Encoding) -> None:
         raise DoesNotApply("load_generators is not defined")
 
 
-def _equal(x: Tensor, other: Tensor) -> Tensor:
+def _equal(x: Tensor, y: Tensor) -> Tensor:
     """Compare two tensors elementwise; NaN equals NaN."""
-    return (x == other) | (x.isnan() & other.isnan())
+    return (x == y) | (x.isnan() & y.isnan())
 
 
-def _same(x: Tensor, other: Tensor) -> bool:
-    return x.shape == other.shape and bool(_equal(x, other).all())
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and bool(_equal(x, y).all())
 
 
 def _tensors(encoding: Encoding) -> dict[str, Tensor]:
@@ -710,9 +710,9 @@ def _gradcheck(encoding: Encoding, where: str) -> None:
         torch.autograd.gradcheck(rotated, (q, k, positions, *leaves), fast_mode=True, atol=1e-5, rtol=1e-4)
     except GradcheckError as error:
         number = r"(?:tensor\()?([^,)\s]+)\S*\s*"
-        found = re.search(rf"input (\d+),\s*numerical:{number}analytical:{number}", str(error))
-        if found is None:
+        match = re.search(rf"input (\d+),\s*numerical:{number}analytical:{number}", str(error))
+        if match is None:
             raise AssertionError(f"gradient {where}: {_one_line(error)}") from error
-        name = ["q", "k", "positions", *parameters][int(found[1])]
-        measured = f"{float(found[3]):.6g} instead of {float(found[2]):.6g} by finite differences"
+        name = ["q", "k", "positions", *parameters][int(match[1])]
+        measured = f"{float(match[3]):.6g} instead of {float(match[2]):.6g} by finite differences"
         raise AssertionError(f"gradient to `{name}` {where} is {measured}") from error

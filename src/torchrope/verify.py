@@ -371,10 +371,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--record", type=Path, default=users, required=users is None, help="file to write (default: %(default)s)"
     )
     parser.add_argument("--kernels", help="verify these alone, comma-separated (default: all)")
-    given = parser.parse_args(arguments)
-    names = None if given.kernels is None else given.kernels.split(",")
+    options = parser.parse_args(arguments)
+    names = None if options.kernels is None else options.kernels.split(",")
     try:
-        return 0 if verify(_device(given.device), given.record, names) else 1
+        return 0 if verify(_device(options.device), options.record, names) else 1
     except (ValueError, OSError) as error:
         print(f"torchrope verify: {error}", file=sys.stderr)
         return 2

@@ -13,7 +13,7 @@ from torch import Tensor
 import torchrope as tr
 from torchrope.encodings import Encoding, planar, skew
 from torchrope.encodings.base import upper_triangle
-from torchrope.encodings.planes import cayley
+from torchrope.encodings.skew_matrices import cayley
 from torchrope.ops import native
 
 OPS = torch.ops.torchrope

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import torchrope as tr
 from torchrope.encodings import Encoding, planar, skew
-from torchrope.encodings.planes import cayley, inverse_cayley, planes
+from torchrope.encodings.skew_matrices import cayley, invariant_planes, inverse_cayley
 from torchrope.ops import native
 from torchrope.tensors import block_diagonal
 
@@ -171,7 +171,7 @@ def test_common_planes_of_a_large_head_are_not_mixed_by_rounding(seed: int) -> N
 def test_planes_of_blocks_of_any_rank_are_found(b: int) -> None:
     for kind, make in accuracy.KINDS.items():
         for base in make(3, b).double():
-            basis, angular = planes(base)
+            basis, angular = invariant_planes(base)
             inside = torch.zeros(b, b, dtype=torch.float64)
             even = torch.arange(0, b - 1, 2)
             inside[even + 1, even], inside[even, even + 1] = angular, -angular

@@ -121,9 +121,9 @@ def families(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     monkeypatch.setattr(family, "_registered", [])
     family._families_of.cache_clear()
 
-    def register(meets: Any) -> None:
+    def register(intercept: Any) -> None:
         shape = lambda model, layer: AttentionShape(layer.heads, 8, (4, 4))  # noqa: E731
-        made = ModelFamily("*.Tower", "layers.*", shape=shape, positions=FromPatches("embed"), meets=meets)
+        made = ModelFamily("*.Tower", "layers.*", shape=shape, positions=FromPatches("embed"), intercept=intercept)
         tr.integrations.register_family(made)
 
     yield register
@@ -148,8 +148,8 @@ MISTAKES: dict[str, tuple[Any, str]] = {
 def test_layer_that_does_not_compute_what_its_code_does_is_refused(
     mistake: str, where: str, families: Callable[[Any], None]
 ) -> None:
-    meets, reason = MISTAKES[mistake]
-    families(meets)
+    intercept, reason = MISTAKES[mistake]
+    families(intercept)
     model, images = Tower(mistake).to(where), torch.randn(1, 3, 32, 32, device=where)
     if where == "meta" and reason.startswith("its outputs"):  # no values to compare
         tr.swap(model, "mixed")

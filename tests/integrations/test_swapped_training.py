@@ -76,7 +76,7 @@ for kind in (Points, Unknown):
             layers="layers.*",
             shape=lambda model, layer: AttentionShape(2, 16, (1, 1), sized=False),
             positions=FromCoordinates("positions", 1),
-            meets=Sdpa(),
+            intercept=Sdpa(),
         )
     )
 

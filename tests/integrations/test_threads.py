@@ -131,13 +131,13 @@ class Split(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v)
 
 
-def family_of(kind: type, meets: Any) -> Any:
+def family_of(kind: type, intercept: Any) -> Any:
     return tr.integrations.ModelFamily(
         f"*.{kind.__qualname__}",
         layers="layers.*",
         shape=lambda model, layer: tr.integrations.AttentionShape(2, 16, (8, 2)),
         positions=tr.integrations.FromPatches("embed"),
-        meets=meets,
+        intercept=intercept,
     )
 
 
@@ -149,10 +149,10 @@ def test_tokens_of_rectangular_patches() -> None:
     model(torch.randn(1, 3, 32, 32))
     assert torch.equal(seen[0], tr.grid(8, 2))
     model.embed[0].stride = (4, 8)  # patches overlap
-    with pytest.raises(ValueError, match=r"FromPatches needs place=, got \(1, 24, 32\) for \(1, 3, 32, 32\)$"):
+    with pytest.raises(ValueError, match=r"FromPatches needs locate=, got \(1, 24, 32\) for \(1, 3, 32, 32\)$"):
         model(torch.randn(1, 3, 32, 32))
     model.embed[0] = nn.Conv1d(3, 32, 4, 4)
-    with pytest.raises(ValueError, match=r"FromPatches\('embed'\) needs place= for data of one axis"):
+    with pytest.raises(ValueError, match=r"FromPatches\('embed'\) needs locate= for data of one axis"):
         model(torch.randn(1, 3, 32))
 
 
@@ -165,7 +165,7 @@ def test_split_along_another_axis_is_refused() -> None:
 def test_what_is_no_family_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^family must be a ModelFamily, got 'timm'$"):
         tr.integrations.register_family("timm")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^meets must be an object such as Sdpa\(\), or a function .*, got .*Sdpa'>$"):
+    with pytest.raises(ValueError, match=r"^intercept must be an object like Sdpa\(\) or a function .*, got .*Sdpa'>$"):
         tr.integrations.register_family(family_of(Patches, tr.integrations.Sdpa))
 
 

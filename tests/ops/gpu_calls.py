@@ -87,7 +87,7 @@ ROTATES = {
 
 def launched(family: str) -> set[str]:
     exponentials = {"exponential._exp_kernel", "exponential._exp_kernel tangent", "exponential._sum_kernel"}
-    of_encoding = {"block": exponentials, "basis": {"planes._decompose_kernel"}}
+    of_encoding = {"block": exponentials, "basis": {"decomposition._decompose_kernel"}}
     return {*ROTATES[family], *of_encoding.get(family, ())}
 
 

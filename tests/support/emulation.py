@@ -72,9 +72,9 @@ def _find_memory(name: str, arguments: bytes) -> tuple[list[tuple[int, int]], li
     known = sorted(_memory_of_tensors())
     used: list[tuple[int, int]] = []
     pointers = []
-    layout = native.LAYOUTS[name]
-    kinds = "".join(kind * int(count or 1) for count, kind in re.findall(r"(\d*)([qdP])", layout.format))
-    for index, (kind, address) in enumerate(zip(kinds, layout.unpack(arguments), strict=True)):
+    structure = native.STRUCTS[name]
+    kinds = "".join(kind * int(count or 1) for count, kind in re.findall(r"(\d*)([qdP])", structure.format))
+    for index, (kind, address) in enumerate(zip(kinds, structure.unpack(arguments), strict=True)):
         if kind != "P" or not address:
             continue
         piece = known[bisect_right(known, (address, 1 << 62)) - 1]

@@ -32,9 +32,9 @@ def load_backbone(features: Features, source: nn.Module) -> None:
     trained = to_torchrope(source)
     if type(model) is type(trained):
         trained = _with_layers_of(model, trained)
-    mismatches = _other_parts(model, trained)
+    mismatches = _mismatched_parts(model, trained)
     state = {} if mismatches else fitted_state(model, trained)
-    mismatches = mismatches or _other_shapes(model, state) or _other_positions(model, trained)
+    mismatches = mismatches or _mismatched_shapes(model, state) or _mismatched_positions(model, trained)
     if mismatches:
         raise ValueError(f"source must have the architecture and encoding of the backbone, got {shortened(mismatches)}")
     model.load_state_dict({name: state[name] for name in model.state_dict()})
@@ -111,12 +111,12 @@ def to_torchrope(source: nn.Module) -> ViT | Swin:
 
 def _take_encodings(model: ViT | Swin, swap: dict[str, Any]) -> None:
     """Copy the encodings of a swapped model into its conversion to a ViT."""
-    first, *others = swap["lattices"]
+    first, *later = swap["lattices"]
     if swap["keep_rotation"]:
         raise ValueError("a swapped model must have a single rotation, got one swapped with keep_rotation=True")
-    if isinstance(model, Swin) or any(other != first for other in others):
+    if isinstance(model, Swin) or any(lattice != first for lattice in later):
         raise ValueError("a swapped model must have equal token positions in all layers, got one whose lattices differ")
-    model.encodings = nn.ModuleList(copy.deepcopy(one) for one in swap["encodings"]).eval()
+    model.encodings = nn.ModuleList(copy.deepcopy(encoding) for encoding in swap["encodings"]).eval()
     if first.per == "one":
         model.position_map = Lattice(**first.spaced(*model.embed.lattice(model.arguments["input_size"])))
     else:  # its spacing depends on the size of the input
@@ -149,7 +149,7 @@ def _differences(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     return [f"{name}: {theirs.get(name, 'nothing')} instead of {mine.get(name, 'nothing')}" for name in names]
 
 
-def _other_parts(model: ViT | Swin, source: ViT | Swin) -> list[str]:
+def _mismatched_parts(model: ViT | Swin, source: ViT | Swin) -> list[str]:
     """Return the submodules of the backbone whose class or settings differ from the source's."""
     if type(model) is not type(source):
         return [f"a {type(source).__name__} for a {type(model).__name__}"]
@@ -158,7 +158,7 @@ def _other_parts(model: ViT | Swin, source: ViT | Swin) -> list[str]:
     return _differences(mine, {name: theirs[name] for name in [*mine, "absolute"] if name in theirs})
 
 
-def _other_shapes(model: ViT | Swin, state: dict[str, Tensor]) -> list[str]:
+def _mismatched_shapes(model: ViT | Swin, state: dict[str, Tensor]) -> list[str]:
     """Return the weights that the backbone uses whose shapes differ, or that only one of the two has."""
     mine = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     theirs = {
@@ -167,11 +167,11 @@ def _other_shapes(model: ViT | Swin, state: dict[str, Tensor]) -> list[str]:
     return _differences(mine, theirs)
 
 
-def _other_positions(model: ViT | Swin, source: ViT | Swin) -> list[str]:
+def _mismatched_positions(model: ViT | Swin, source: ViT | Swin) -> list[str]:
     """Return a mismatch if backbone and source compute different positions, apart from spacing, origin and jitter."""
     for stages in _stages(model, source):
         lattices = [stage.position_map for stage in stages]
-        mine, theirs = (_sample(one, len(model.embed.patch_size)) for one in lattices)
+        mine, theirs = (_sample(lattice, len(model.embed.patch_size)) for lattice in lattices)
         if not _are_plain(*lattices) and not torch.allclose(mine, theirs):
             return ["positions: others on the same lattice"]
     return []
@@ -184,7 +184,7 @@ def _stages(model: ViT | Swin, source: ViT | Swin) -> list[tuple[Any, Any]]:
 
 def _are_plain(*lattices: Lattice) -> bool:
     """Return whether lattices have the same spacing at all sizes."""
-    return all({"spacing", "origin"}.issuperset(one.settings()) for one in lattices)
+    return all({"spacing", "origin"}.issuperset(lattice.settings()) for lattice in lattices)
 
 
 def _sample(lattice: Lattice, axes: int) -> Tensor:
@@ -198,13 +198,13 @@ def fitted_state(model: ViT | Swin, source: ViT | Swin) -> dict[str, Tensor]:
     if isinstance(model, ViT) and not model.num_prefix:
         state["prefix_tokens"] = state["prefix_tokens"][:0]
     parts: dict[str, Any] = dict(source.named_modules(remove_duplicate=False))
-    own: Any
-    for name, own in model.named_modules():
-        table, other = f"{name}.table", parts.get(name, own)
-        if table in state and own.sizes != other.sizes:
+    part: Any
+    for name, part in model.named_modules():
+        table, source_part = f"{name}.table", parts.get(name, part)
+        if table in state and part.sizes != source_part.sizes:
             with torch.no_grad():
-                to_sizes = other.resampled if isinstance(other, RelativePositionBias) else other
-                state[table] = to_sizes(*own.sizes).reshape(own.table.shape)
+                to_sizes = source_part.resampled if isinstance(source_part, RelativePositionBias) else source_part
+                state[table] = to_sizes(*part.sizes).reshape(part.table.shape)
     return state
 
 

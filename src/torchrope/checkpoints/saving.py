@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchrope import encodings as families
 from torchrope._version import __version__
 from torchrope.checkpoints import settings as kinds
-from torchrope.checkpoints.settings import Layout, budget, check, check_fits, errors_in_one_line, settable, shown
+from torchrope.checkpoints.settings import Manifest, budget, check, check_fits, errors_in_one_line, settable, shown
 from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, Periodic, ScoreBias
 from torchrope.encodings.names import arguments_of, builders, built_as, built_class
 from torchrope.files import write_whole
@@ -59,7 +59,7 @@ class File(NamedTuple):
     """Contents of a file, apart from the values of its tensors, and the custom encodings that it may use."""
 
     header: dict[str, Any]
-    layout: Layout
+    manifest: Manifest
     limits: kinds.Limits  # of values in its settings
     classes: tuple[type[Encoding], ...]
 
@@ -145,7 +145,7 @@ def load(
         raise ValueError(f"{rule}{like}, got {file}: {kinds.one_line(error)}") from None
 
 
-def _settings(model: nn.Module, layout: Layout) -> str:
+def _settings(model: nn.Module, manifest: Manifest) -> str:
     """Return the description from which `load` rebuilds a model, or swaps one that is built the same way, as JSON."""
     swap = swaps.describe(model)
     described = {
@@ -159,7 +159,7 @@ def _settings(model: nn.Module, layout: Layout) -> str:
     text = to_json(described)
     parts = [part for part in model.modules() if isinstance(part, Encoding | AbsoluteEncoding | ScoreBias | Frozen)]
     classes: Any = tuple({_build_of(part).func for part in parts})
-    file = _read(text, layout, classes)
+    file = _read(text, manifest, classes)
     (swaps.check if swap else _check_equal)(model, file)
     return text
 
@@ -167,12 +167,12 @@ def _settings(model: nn.Module, layout: Layout) -> str:
 def _check_equal(model: nn.Module, file: File) -> None:
     """Raise ValueError unless the description of a model of torchrope builds one that equals it."""
     again = _built(file, "meta")
-    parts, rebuilt = ({name: _shown(part) for name, part in one.named_modules()} for one in (model, again))
+    parts, rebuilt = ({name: _shown(part) for name, part in module.named_modules()} for module in (model, again))
     for name in [*parts, *rebuilt]:
         if parts.get(name) != rebuilt.get(name):
             rule = "save needs a model that was not modified since it was built"
             raise ValueError(f"{rule}, got {name or 'the model'}: {parts.get(name)} instead of {rebuilt.get(name)}")
-    check_fits(again, file.layout)
+    check_fits(again, file.manifest)
 
 
 def _shown(part: nn.Module) -> str:
@@ -190,10 +190,10 @@ def _loaded(path: Path, classes: tuple[type[Encoding], ...], into: nn.Module | N
         text = (opened.metadata() or {}).get("torchrope")
         if text is None:
             raise ValueError("it has no settings of torchrope")
-        file = _read(text, kinds.layout_of_file(opened), classes)
+        file = _read(text, kinds.manifest_of(opened), classes)
         if into is None:
-            check_fits(_built(file, "meta"), file.layout)
-        tensors = {name: opened.get_tensor(name).clone() for name in file.layout}
+            check_fits(_built(file, "meta"), file.manifest)
+        tensors = {name: opened.get_tensor(name).clone() for name in file.manifest}
     if into is not None:
         _fill(file, into, tensors)
         return into
@@ -212,7 +212,7 @@ def _built(file: File, device: str) -> nn.Module:
     if recipe is None:
         rule = f"it holds weights and encodings of a {file.header['model']}"
         raise ValueError(f"{rule}: build that model, without encodings, and call load(path, into=model)")
-    with budget(file.layout), errors_in_one_line("torchrope rejects its settings"):
+    with budget(file.manifest), errors_in_one_line("torchrope rejects its settings"):
         arguments = kinds.tuples(recipe["arguments"])
         if "positions" in arguments:
             arguments["positions"] = Lattice(**arguments["positions"])
@@ -247,7 +247,7 @@ def _fill(file: File, model: nn.Module, tensors: dict[str, Tensor]) -> None:
         for part in list(model.modules()):
             undone.callback(vars(part).update, vars(part) | {"_modules": dict(part._modules)})
         _freeze_again(model, file)
-        check_fits(model, file.layout)
+        check_fits(model, file.manifest)
         undone.pop_all()
     model.load_state_dict(tensors)
 
@@ -293,8 +293,8 @@ def build(described: Any, kind: type, sizes: Mapping[str, Any], file: File, devi
     check(f"the arguments of {name}", arguments, allowed, file.limits, partly=True)
     nested = [key for key in arguments if allowed[key] is kinds.PART]
     parts = {key: build(arguments[key], Encoding, sizes, file, device) for key in nested}
-    place = nullcontext() if device is None else device if cls is known else torch.device("cpu")
-    with place, errors_in_one_line(f"{name} rejects its settings"):
+    default_device = nullcontext() if device is None else device if cls is known else torch.device("cpu")
+    with default_device, errors_in_one_line(f"{name} rejects its settings"):
         lattices = {key: Lattice(**kinds.tuples(arguments[key])) for key in arguments if allowed[key] is kinds.LATTICE}
         return cls(**kinds.tuples(arguments) | lattices | parts)
 
@@ -316,40 +316,40 @@ def _recipe(model: Any) -> dict[str, Any]:
     if _MODELS.get(name) is not type(model):
         raise ValueError(f"save supports {', '.join(_MODELS)}, Features and swapped models, got {name}")
     defaults = {key: parameter.default for key, parameter in inspect.signature(type(model)).parameters.items()}
-    others = {key: value for key, value in model.arguments.items() if key not in ("encoding", "absolute", "bias")}
-    given = {key: value for key, value in others.items() if value is not defaults[key]}
+    arguments = {key: value for key, value in model.arguments.items() if key not in ("encoding", "absolute", "bias")}
+    changed = {key: value for key, value in arguments.items() if value is not defaults[key]}
     if isinstance(model, ViT):
-        given["positions"] = model.position_map
-    if "activation" in given:
+        changed["positions"] = model.position_map
+    if "activation" in changed:
         kind = type(model.get_submodule("layers.0.mlp.1"))
-        given["activation"] = next((name for name, known in _ACTIVATIONS.items() if known is kind), kind.__name__)
+        changed["activation"] = next((name for name, known in _ACTIVATIONS.items() if known is kind), kind.__name__)
     stages = list(getattr(model, "stages", [model]))
     encodings = [_build_of(encoding) for stage in stages for encoding in stage.encodings]
-    if isinstance(model, Transformer) and getattr(given.get("positions"), "periods", None) is not None:
-        encodings = [one.keywords["encoding"] if one.func is Periodic else one for one in encodings]
+    if isinstance(model, Transformer) and getattr(changed.get("positions"), "periods", None) is not None:
+        encodings = [built.keywords["encoding"] if built.func is Periodic else built for built in encodings]
     return {
         "class": name,
-        "arguments": given,
+        "arguments": changed,
         "encodings": list(map(describe, encodings)),
         "absolute": None if model.absolute is None else describe(model.absolute),
         "biases": [describe(bias) for stage in stages for bias in getattr(stage, "biases", ())],
     }
 
 
-def _read(text: str, layout: Layout, classes: tuple[type[Encoding], ...]) -> File:
+def _read(text: str, manifest: Manifest, classes: tuple[type[Encoding], ...]) -> File:
     """Parse the settings of a file and check them, except for its swaps, against limits from its tensors."""
-    limits = kinds.limits_of(layout)
+    limits = kinds.limits_of(manifest)
     if len(text) > _LONGEST:
         raise ValueError(f"its settings must be up to {_LONGEST:,} characters, got {len(text):,}")
     reals = partial(_number, float)
     try:
-        given = json.loads(text, parse_int=partial(_number, int), parse_float=reals, parse_constant=reals)
+        header = json.loads(text, parse_int=partial(_number, int), parse_float=reals, parse_constant=reals)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"its settings must be JSON, got {error}") from None
-    if isinstance(given, dict) and (type(given.get("format")) is not int or given["format"] != _FORMAT):
-        raise ValueError(f"its settings must be of format {_FORMAT}, got format {shown(given.get('format'))}")
-    check("its settings", given, _HEADER, limits)
-    recipe, swap = given["recipe"], given["swap"]
+    if isinstance(header, dict) and (type(header.get("format")) is not int or header["format"] != _FORMAT):
+        raise ValueError(f"its settings must be of format {_FORMAT}, got format {shown(header.get('format'))}")
+    check("its settings", header, _HEADER, limits)
+    recipe, swap = header["recipe"], header["swap"]
     if recipe is not None:
         allowed = {"class": kinds.one_of(*_MODELS), "arguments": kinds.MAPPING, **_PARTS}
         allowed |= {"features": kinds.MAPPING} if isinstance(recipe, dict) and "features" in recipe else {}
@@ -360,7 +360,7 @@ def _read(text: str, layout: Layout, classes: tuple[type[Encoding], ...]) -> Fil
         check("its settings", {"swap": swap}, {"swap": kinds.NOTHING}, limits)
     elif not isinstance(swap, dict) or len(swap) > limits.layers:
         raise ValueError(f"its swap must map up to {limits.layers} names of submodules to swaps, got {shown(swap)}")
-    return File(given, layout, limits, classes)
+    return File(header, manifest, limits, classes)
 
 
 def _frozen_parts(model: nn.Module) -> dict[str, Any] | None:
@@ -380,14 +380,14 @@ def _frozen_parts(model: nn.Module) -> dict[str, Any] | None:
 
 def _freeze_again(model: nn.Module, file: File) -> None:
     """Replace the encodings of a model by frozen ones, without values, as described and as large as the tensors."""
-    found, like = dict(model.named_modules(remove_duplicate=False)), next(model.parameters())
+    modules, like = dict(model.named_modules(remove_duplicate=False)), next(model.parameters())
     for name, described in (file.header["frozen"] or {}).items():
         check(f"{shown(name)} of its frozen parts", described, _FROZEN, file.limits)
-        kind, settings, part = described["kind"], kinds.tuples(described["settings"]), found.get(name)
+        kind, settings, part = described["kind"], kinds.tuples(described["settings"]), modules.get(name)
         expected = PatchEmbed if kind == "PatchEmbed" else (Encoding, AbsoluteEncoding, Frozen, FrozenAbsolute)
         if not isinstance(part, expected):
             raise ValueError(f"its frozen parts must be encodings of its model, got {shown(name)}")
-        stored = {key[len(name) + 1 :]: value for key, value in file.layout.items() if key.startswith(f"{name}.")}
+        stored = {key[len(name) + 1 :]: value for key, value in file.manifest.items() if key.startswith(f"{name}.")}
         with errors_in_one_line(f"{shown(name)} cannot be frozen"):
             if isinstance(part, PatchEmbed):
                 part.frozen_size = settings["sizes"]

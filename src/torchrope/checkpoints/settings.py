@@ -63,7 +63,7 @@ def each(kind: Kind, most: int = 16) -> Kind:
     """Constrain to a list of values of one kind."""
     return Kind(
         f"a list of up to {most:,} of ({kind.rule})",
-        lambda value, at: isinstance(value, list) and len(value) <= most and all(kind.holds(one, at) for one in value),
+        lambda value, at: isinstance(value, list) and len(value) <= most and all(kind.holds(x, at) for x in value),
     )
 
 
@@ -74,7 +74,7 @@ def named(keys: Kind, values: Kind) -> Kind:
         lambda value, at: (
             isinstance(value, dict)
             and len(value) <= at.width
-            and all(keys.holds(name, at) and values.holds(one, at) for name, one in value.items())
+            and all(keys.holds(name, at) and values.holds(entry, at) for name, entry in value.items())
         ),
     )
 
@@ -144,16 +144,16 @@ def _kind(hint: Any, integer: Kind) -> Kind | None:
     return integer if hint is int else plain.get(hint)
 
 
-def check(what: str, given: Any, kinds: Mapping[str, Kind], limits: Limits, *, partly: bool = False) -> None:
+def check(what: str, settings: Any, kinds: Mapping[str, Kind], limits: Limits, *, partly: bool = False) -> None:
     """Raise ValueError unless settings, parsed from JSON, are known, valid and, if not partly given, complete."""
-    if not isinstance(given, dict):
-        raise ValueError(f"{what} must be settings by name, got {shown(given)}")
-    unknown = [name for name in given if name not in kinds]
-    missing = [] if partly else [name for name in kinds if name not in given]
+    if not isinstance(settings, dict):
+        raise ValueError(f"{what} must be settings by name, got {shown(settings)}")
+    unknown = [name for name in settings if name not in kinds]
+    missing = [] if partly else [name for name in kinds if name not in settings]
     if unknown or missing:
         rule = "among those that a file may set" if partly else f"{', '.join(kinds)}, all of them"
         raise ValueError(f"{what} must be {rule}, got {shown(unknown[0]) if unknown else f'no {missing[0]}'}")
-    for name, value in given.items():
+    for name, value in settings.items():
         if not kinds[name].holds(value, limits):
             raise ValueError(f"{name} of {what} must be {kinds[name].rule.format(**vars(limits))}, got {shown(value)}")
 
@@ -192,24 +192,24 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
 
 
-Layout = Mapping[str, Stored | Tensor]
+Manifest = Mapping[str, Stored | Tensor]
 """Tensors by name, of which only dtypes and shapes are used."""
 
 
-def layout_of_file(opened: Any) -> Layout:
-    """Return the layout of an open safetensors file without reading tensors."""
-    layout = {}
+def manifest_of(opened: Any) -> Manifest:
+    """Return names, dtypes and shapes of the tensors of an open safetensors file, which are not read."""
+    manifest = {}
     for name in opened.keys():  # noqa: SIM118, not a dict
         check_name(name)
         part = opened.get_slice(name)
-        layout[name] = Stored(_NAMED.get(part.get_dtype(), part.get_dtype()), tuple(part.get_shape()))
-    return layout
+        manifest[name] = Stored(_NAMED.get(part.get_dtype(), part.get_dtype()), tuple(part.get_shape()))
+    return manifest
 
 
-def limits_of(layout: Layout) -> Limits:
+def limits_of(manifest: Manifest) -> Limits:
     """Return the largest values allowed in settings of a model with these tensors."""
-    filled = [stored.shape for stored in layout.values() if 0 not in stored.shape]  # empty tensors may claim any extent
-    count, longest = len(layout), max((extent for shape in filled for extent in shape), default=0)
+    filled = [stored.shape for stored in manifest.values() if 0 not in stored.shape]  # empty ones may claim any extent
+    count, longest = len(manifest), max((extent for shape in filled for extent in shape), default=0)
     return Limits(count, longest, max(count, Limits.layers), max(longest, Limits.width))
 
 
@@ -220,12 +220,12 @@ def check_name(name: Any) -> None:
 
 
 @contextmanager
-def budget(layout: Layout) -> Iterator[None]:
-    """Raise ValueError if models register more tensors or numbers in this thread than the layout permits."""
-    stored = sum(math.prod(tensor.shape) for tensor in layout.values())
+def budget(manifest: Manifest) -> Iterator[None]:
+    """Raise ValueError if models register more tensors or numbers in this thread than the manifest permits."""
+    stored = sum(math.prod(tensor.shape) for tensor in manifest.values())
     # More than the file holds, because `Features` drops layers once built, and buffers may not be saved.
     limits = {
-        "tensors": max(4096, 4 * len(layout)),
+        "tensors": max(4096, 4 * len(manifest)),
         "numbers in parameters": max(2**28, 32 * stored),
         "numbers in buffers": max(2**25, 4 * stored),
     }
@@ -239,22 +239,22 @@ def budget(layout: Layout) -> Iterator[None]:
         spent[category] += tensor.numel()
         for what, limit in limits.items():
             if spent[what] > limit:
-                held = f"a file of {len(layout)} tensors with {stored:,} numbers"
+                held = f"a file of {len(manifest)} tensors with {stored:,} numbers"
                 raise ValueError(f"a model for {held} must have at most {limit:,} {what}, got more")
 
     with (
-        modules.register_module_parameter_registration_hook(lambda _, __, one: spend(one, "numbers in parameters")),
-        modules.register_module_buffer_registration_hook(lambda _, __, one: spend(one, "numbers in buffers")),
+        modules.register_module_parameter_registration_hook(lambda _, __, value: spend(value, "numbers in parameters")),
+        modules.register_module_buffer_registration_hook(lambda _, __, value: spend(value, "numbers in buffers")),
     ):
         yield
 
 
-def check_fits(model: nn.Module, layout: Layout) -> None:
+def check_fits(model: nn.Module, manifest: Manifest) -> None:
     """Raise ValueError unless tensors match a model's in name, shape and dtype; floating-point dtypes may differ."""
     expected = model.state_dict()
     misfits = []
-    for name in {**expected, **layout}:
-        part, stored = expected.get(name), layout.get(name)
+    for name in {**expected, **manifest}:
+        part, stored = expected.get(name), manifest.get(name)
         if stored is None:
             misfits.append(f"no {name}")
         elif part is None:

@@ -156,5 +156,5 @@ def _row(sizes: Sequence[int], device: torch.device) -> Tensor:
     row = torch.zeros(tuple(sizes), dtype=torch.long, device=device)
     for axis, (size, span) in enumerate(zip(sizes, _spans(sizes), strict=True)):
         index = torch.arange(size, device=device)
-        row = row * span + index.view([-1 if other == axis else 1 for other in range(len(sizes))])
+        row = row * span + index.view([-1 if dim == axis else 1 for dim in range(len(sizes))])
     return row.flatten()

@@ -86,18 +86,18 @@ class ComRoPEAP(ComRoPE):
         self.reset_parameters()
 
     def factors_and_base(self) -> tuple[Tensor, Tensor]:
-        own_axis = self._own_axis(self.upper)
-        return own_axis.expand(-1, self.parameter_heads, -1), skew(self.upper, self.block_size)
+        axis_mask = self._axis_mask(self.upper)
+        return axis_mask.expand(-1, self.parameter_heads, -1), skew(self.upper, self.block_size)
 
     def load_generators(self, generators: Tensor) -> None:
-        other_axes = generators * (1 - self._own_axis(generators))[..., None, None]
-        if other_axes.abs().max() > rounding(generators):
+        off_axis = generators * (1 - self._axis_mask(generators))[..., None, None]
+        if off_axis.abs().max() > rounding(generators):
             raise ValueError(
                 f"ComRoPEAP rotates block j along axis j mod {self.num_axes}, got a block with another axis"
             )
-        self.upper.copy_(upper_triangle((generators - other_axes).sum(dim=0)))
+        self.upper.copy_(upper_triangle((generators - off_axis).sum(dim=0)))
 
-    def _own_axis(self, like: Tensor) -> Tensor:
+    def _axis_mask(self, like: Tensor) -> Tensor:
         """Return 1 where a block rotates along an axis, else 0, `(num_axes, 1, blocks)`."""
         axes = torch.eye(self.num_axes, dtype=like.dtype, device=like.device).unsqueeze(1)
         repeated = axes.expand(-1, self.num_blocks // self.num_axes, -1)

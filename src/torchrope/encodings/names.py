@@ -148,9 +148,9 @@ def parse_encoding(name: str) -> Choice:
         LieRE(num_axes=2, num_heads=4, head_dim=16, block_size=8)
     """
     known = builders()
-    given = [part.strip() for part in name.split("+")]
-    parts = [part if _split(part, known)[0] in known else part.lower() for part in given]
-    name = name if parts == given else "+".join(parts)
+    typed_parts = [part.strip() for part in name.split("+")]
+    parts = [part if _split(part, known)[0] in known else part.lower() for part in typed_parts]
+    name = name if parts == typed_parts else "+".join(parts)
     chosen: dict[str, Any] = {}
     for part in parts:
         base, number = _split(part, known)
@@ -189,7 +189,7 @@ def built_as(part: Any, *without: str) -> partial[Any]:
     """Return the class of an encoding or bias with the arguments that it stores as attributes of the same name."""
     names = [name for name in arguments_of(type(part)) if name not in without and hasattr(part, name)]
     stored = {name: getattr(part, name) for name in names}
-    nested = {name: built_as(one) for name, one in stored.items() if isinstance(one, Encoding)}
+    nested = {name: built_as(value) for name, value in stored.items() if isinstance(value, Encoding)}
     cls: Any = type(part)
     return partial(cls, **stored | nested)
 
@@ -197,24 +197,24 @@ def built_as(part: Any, *without: str) -> partial[Any]:
 def annotations_of(build: Callable[..., Any]) -> dict[str, Any]:
     """Return the annotations of the named parameters of a function or constructor, `Any` for those that have none.
 
-    `**shape: Unpack[HeadShape]` stands for the keys of `HeadShape`; `**others` for the arguments of the base class.
+    `**shape: Unpack[HeadShape]` stands for the keys of `HeadShape`; `**settings` for the arguments of the base class.
     """
-    found: dict[str, Any] = {}
+    annotations: dict[str, Any] = {}
     mro = build.__mro__ if isinstance(build, type) else ()
     for function in [vars(base)["__init__"] for base in mro if "__init__" in vars(base)] or [build]:
         hints = _hints(function)
         parameters = list(inspect.signature(function).parameters.values())[1 if mro else 0 :]
         for p in parameters:
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
-                found.setdefault(p.name, hints.get(p.name, Any))
+                annotations.setdefault(p.name, hints.get(p.name, Any))
         passed_on = next((p for p in parameters if p.kind is p.VAR_KEYWORD), None)
         if passed_on is None:
             break
         (typed, *_) = get_args(hints.get(passed_on.name)) or (None,)
         if is_typeddict(typed):
-            found = {**found, **_hints(typed), **found}
+            annotations = {**annotations, **_hints(typed), **annotations}
             break
-    return found
+    return annotations
 
 
 def _hints(function: Any) -> dict[str, Any]:
@@ -258,7 +258,7 @@ def _with_number(name: str, build: Callable[..., Encoding], number: str) -> Call
 def _base(name: str, build: Callable[..., Encoding], text: str) -> float:
     """Return the base of geometric frequencies that a name sets, as in "axial:base=50"."""
     if not (built_class(build) and takes(build, "base")):
-        bases = [known for known, one in ROTARY.items() if built_class(one) and takes(one, "base")]
+        bases = [known for known, builder in ROTARY.items() if built_class(builder) and takes(builder, "base")]
         raise ValueError(f"only {', '.join(bases)} take a base, got '{name}:base={text}'")
     try:
         base = float(text)

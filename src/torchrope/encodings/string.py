@@ -15,7 +15,7 @@ from torchrope.encodings.base import (
     upper_triangle,
 )
 from torchrope.encodings.mixed import rotated_axial_frequencies
-from torchrope.encodings.planes import cayley, common_planes, inverse_cayley
+from torchrope.encodings.skew_matrices import cayley, common_planes, inverse_cayley
 from torchrope.ops.shapes import require_shape
 from torchrope.tensors import block_diagonal, wide_dtype, without_autocast
 

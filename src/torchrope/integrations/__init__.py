@@ -11,8 +11,8 @@ from torchrope.integrations.family import register_family as register_family
 from torchrope.integrations.family import shard_groups as shard_groups
 from torchrope.integrations.layer import AfterNorms as AfterNorms
 from torchrope.integrations.layer import AfterSplit as AfterSplit
+from torchrope.integrations.layer import CustomForward as CustomForward
 from torchrope.integrations.layer import InFunction as InFunction
-from torchrope.integrations.layer import OwnForward as OwnForward
 from torchrope.integrations.layer import Sdpa as Sdpa
 from torchrope.integrations.own_rotation import OwnRotation as OwnRotation
 from torchrope.integrations.positions import FromArgument as FromArgument

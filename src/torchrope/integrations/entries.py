@@ -51,26 +51,26 @@ def _described(rotary: Rotary) -> dict[str, Any]:
 
 def _check(model: nn.Module, file: File) -> None:
     """Raise ValueError unless the settings of a file build encodings with the weights of a model's."""
-    found = _adapters(model)
+    by_name = _adapters(model)
     for name, swap in file.header["swap"].items():
-        with budget(file.layout):
-            again, *_ = _parts(file, swap, found[name].shapes(), torch.device("meta"))
-        for encoding, would in zip(found[name].tower.rotary.encodings, again, strict=True):
+        with budget(file.manifest):
+            again, *_ = _parts(file, swap, by_name[name].shapes(), torch.device("meta"))
+        for encoding, would in zip(by_name[name].tower.rotary.encodings, again, strict=True):
             if not isinstance(encoding, Frozen):
                 check_fits(would, encoding.state_dict())
 
 
 def _repeat(model: nn.Module, file: File, undone: ExitStack) -> None:
     """Swap a model as a file describes, without the weights; the stack gets callbacks that undo it."""
-    found = _adapters(model)
+    by_name = _adapters(model)
     for name, swap in (file.header["swap"] or {}).items():
-        if name not in found:
+        if name not in by_name:
             received = shown(name) if name else "the model itself"
             raise ValueError(f"its swap must be of a submodule that swap supports, got {received}")
-        rotary = found[name].rotary
+        rotary = by_name[name].rotary
         if rotary is None:
-            with budget(file.layout):
-                _install(found[name], file, swap, undone)
+            with budget(file.manifest):
+                _install(by_name[name], file, swap, undone)
         elif json.loads(to_json(_described(rotary))) != swap:
             raise ValueError(f"its swap must be that of the model, got another for {name or 'the model'}")
 
@@ -84,7 +84,7 @@ def _install(adapter: Adapter, file: File, swap: dict[str, Any], undone: ExitSta
     undone.callback(remove, adapter, rotary)
     undone.callback(rotary._buffers.update, dict(rotary._buffers))
     for name, table in list(rotary._buffers.items()):  # a stored table may have another input size
-        for shape in [tuple(one.shape) for key, one in file.layout.items() if key.endswith(f"{ATTRIBUTE}.{name}")]:
+        for shape in [tuple(part.shape) for key, part in file.manifest.items() if key.endswith(f"{ATTRIBUTE}.{name}")]:
             if table is not None and 0 not in shape and len(shape) == table.ndim and shape[-1:] == table.shape[-1:]:
                 rotary._buffers[name] = torch.empty(shape, dtype=table.dtype, device=device)
 
@@ -97,9 +97,9 @@ def _parts(
     count = len(swap["encodings"])
     check("its swap", {"encodings": count}, {"encodings": kinds.one_of(1, len(sites))}, file.limits)
     encodings, lattices, channels = [], [], []
-    for one, lattice, order, site in zip(swap["encodings"], swap["lattices"], swap["channels"], sites, strict=False):
+    for stored, lattice, order, site in zip(swap["encodings"], swap["lattices"], swap["channels"], sites, strict=False):
         sizes = {"num_axes": len(site.lattice), "num_heads": site.num_heads, "head_dim": site.head_dim}
-        encodings.append(build(one, Encoding, sizes, file, device))
+        encodings.append(build(stored, Encoding, sizes, file, device))
         check("each of the lattices of its swap", lattice, kinds.settable(Lattice), file.limits, partly=True)
         for name, value in lattice.items():
             if isinstance(value, list) and len(value) != len(site.lattice):

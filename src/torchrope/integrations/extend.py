@@ -104,16 +104,16 @@ class _Part:
 
 def _encodings(model: nn.Module) -> list[Encoding]:
     """Return the rotary encodings of a model, without duplicates."""
-    found = [module for module in model.modules() if isinstance(module, Encoding)]
-    return [encoding for encoding in found if not isinstance(encoding, NoEncoding)]
+    encodings = [module for module in model.modules() if isinstance(module, Encoding)]
+    return [encoding for encoding in encodings if not isinstance(encoding, NoEncoding)]
 
 
 def _continue_own_rotation(model: nn.Module) -> None:
     """Swap a model with built-in RoPE such that encodings represent its rotation."""
-    found = sorted(adapters(model), key=lambda adapter: not adapter.family.of_text)
-    if len({adapter.family.of_text for adapter in found}) > 1:
+    towers = sorted(adapters(model), key=lambda adapter: not adapter.family.of_text)
+    if len({adapter.family.of_text for adapter in towers}) > 1:
         names = {part: name for name, part in model.named_modules()}
-        parts = " or ".join(f"model.{names[adapter.tower]}" for adapter in found)
+        parts = " or ".join(f"model.{names[adapter.tower]}" for adapter in towers)
         rule = "extend needs one part of a model with a vision tower and a text model"
         raise ValueError(f"{rule}: pass {parts}, got {kind_of(model)}")
     try:
@@ -197,10 +197,10 @@ def _scale_keys(parts: Iterable[_Part], amount: float, model: nn.Module) -> None
             if getattr(layer, "logit_scale", None) is not None:
                 rule = "method must not be 'yarn' for cosine attention, which normalises keys"
                 raise ValueError(f"{rule}, got {kind_of(layer)}")
-            found = [getattr(layer, name, None) for name in _KEY_NORMS]
-            found = [norm for norm in found if not isinstance(norm, nn.Identity | None)]
-            norms |= dict.fromkeys(found, layer)
-            if not found:
+            norms_of_keys = [getattr(layer, name, None) for name in _KEY_NORMS]
+            norms_of_keys = [norm for norm in norms_of_keys if not isinstance(norm, nn.Identity | None)]
+            norms |= dict.fromkeys(norms_of_keys, layer)
+            if not norms_of_keys:
                 projection, keys = _projection_of_keys(layer)
                 rows |= dict.fromkeys(projection.parameters(), keys)
     for norm, layer in norms.items():

@@ -14,7 +14,7 @@ from torch import nn
 
 from torchrope.encodings import AbsoluteEncoding, Encoding, ScoreBias
 from torchrope.integrations.forward import ForwardState
-from torchrope.integrations.layer import Meets, SwappedLayer
+from torchrope.integrations.layer import Interception, SwappedLayer
 from torchrope.integrations.own_rotation import OwnRotation
 from torchrope.integrations.positions import FromArgument, FromLayer, FromPatches
 from torchrope.integrations.rotary import ATTRIBUTE, FrozenParameters, Replaced, Rotary
@@ -66,7 +66,7 @@ class ModelFamily:
             of a name. Or a function that returns the layers of a model; none if it is not of the family.
         shape: Returns the `AttentionShape` of a layer, from the model and the layer.
         positions: Where positions come from: a class of `torchrope.integrations.positions`.
-        meets: How q and k are rotated in a layer: a class of `torchrope.integrations.layer`; or a function of
+        intercept: How q and k are rotated in a layer: a class of `torchrope.integrations.layer`; or a function of
             the layer that returns it.
         rotation: The rotation that models have of their own, if any.
         position_tables: Names of the parameters that keep_position_tables=False sets to zero, as patterns whose *
@@ -80,7 +80,7 @@ class ModelFamily:
     layers: str | Callable[[Any], list[Any]]
     shape: Callable[[Any, Any], AttentionShape]
     positions: FromPatches | FromLayer | FromArgument
-    meets: Meets | Callable[[Any], Meets]
+    intercept: Interception | Callable[[Any], Interception]
     rotation: BuiltInRotation | None = None
     position_tables: Sequence[str] = ()
     attach: Callable[[Any, nn.Module, Rotary], list[Any]] = lambda tower, model, rotary: []
@@ -142,7 +142,7 @@ class Adapter:
         handles.extend(family.attach(self.tower, self.model, rotary))
         if not rotary.keep_position_tables:
             tables = self.tables()
-            names = [name for name, one in self.tower.named_parameters() if any(one is table for table in tables)]
+            names = [name for name, p in self.tower.named_parameters() if any(p is table for table in tables)]
             handles.append(FrozenParameters(self.tower, tables))
             handles.append(self.tower.register_load_state_dict_pre_hook(partial(_keep_zero, names)))
         if family.rotation is not None and self.rotates() and not rotary.keep_rotation:
@@ -151,9 +151,9 @@ class Adapter:
                 handles.extend(family.rotation.remove(self.tower, self.layers))
         handles.extend(family.positions.attach(state, self.layers))
         for index, (layer, shape) in enumerate(zip(self.layers, self.shapes(), strict=True)):
-            meets: Any = family.meets if hasattr(family.meets, "attach") else family.meets(layer)
-            swapped = SwappedLayer(state, index, shape.num_heads, layer, family.positions, meets)
-            handles.extend([*meets.attach(layer, swapped), Replaced(layer, "forward", swapped.forward)])
+            intercept: Any = family.intercept if hasattr(family.intercept, "attach") else family.intercept(layer)
+            swapped = SwappedLayer(state, index, shape.num_heads, layer, family.positions, intercept)
+            handles.extend([*intercept.attach(layer, swapped), Replaced(layer, "forward", swapped.forward)])
 
     def detach(self) -> None:
         """Undo `attach`."""
@@ -178,19 +178,19 @@ _registered: list[ModelFamily] = []
 def register_family(family: ModelFamily) -> None:
     """Add a family of models to those that `swap` and the functions that build on it support, before earlier ones.
 
-    ValueError if it is no `ModelFamily`, or its `meets` is a class.
+    ValueError if it is no `ModelFamily`, or its `intercept` is a class.
     """
     if not isinstance(family, ModelFamily):
         raise ValueError(f"family must be a ModelFamily, got {family!r}")
-    if isinstance(family.meets, type):
-        raise ValueError(f"meets must be an object such as Sdpa(), or a function of a layer, got {family.meets!r}")
+    if isinstance(family.intercept, type):
+        raise ValueError(f"intercept must be an object like Sdpa() or a function of a layer, got {family.intercept!r}")
     _registered.insert(0, family)
     _families_of.cache_clear()
 
 
 def adapters(model: nn.Module) -> list[Adapter]:
     """Return adapters of the outermost submodules that `swap` supports; ImportError for libraries before `OLDEST`."""
-    found: list[Adapter] = []
+    supported: list[Adapter] = []
     within: set[int] = set()
     for module in model.modules():
         if id(module) in within:  # its blocks may be another library's
@@ -199,10 +199,10 @@ def adapters(model: nn.Module) -> list[Adapter]:
             layers = family.attention_layers(module)
             if layers:
                 _check_version(type(module))
-                found.append(Adapter(family, module, model, layers))
+                supported.append(Adapter(family, module, model, layers))
                 within.update(map(id, module.modules()))
                 break
-    return found
+    return supported
 
 
 @cache
@@ -269,15 +269,15 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         if isinstance(getattr(part, ATTRIBUTE, None), Rotary):
             exempt.update(adapters(part)[0].tables())
         if callable(getattr(part, "no_weight_decay", None)):
-            own = part.no_weight_decay()  # type: ignore[operator]
-            exempt.update(parameter for name, parameter in part.named_parameters() if name in own)
+            without_decay = part.no_weight_decay()  # type: ignore[operator]
+            exempt.update(parameter for name, parameter in part.named_parameters() if name in without_decay)
     decayed: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
+    undecayed: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             decays = parameter.ndim > 1 and not name.endswith(".bias") and parameter not in exempt
-            (decayed if decays else others).append(parameter)
-    return [{"params": others, "weight_decay": 0.0}, {"params": decayed, "weight_decay": weight_decay}]
+            (decayed if decays else undecayed).append(parameter)
+    return [{"params": undecayed, "weight_decay": 0.0}, {"params": decayed, "weight_decay": weight_decay}]
 
 
 def shard_groups(model: nn.Module) -> list[list[nn.Module]]:
@@ -286,5 +286,5 @@ def shard_groups(model: nn.Module) -> list[list[nn.Module]]:
     A policy with param_dtype=torch.bfloat16 would round frequencies, which moves tokens far from the origin. Shard
     these groups first, then blocks and the model.
     """
-    found = [part for part in model.modules() if isinstance(part, Encoding | AbsoluteEncoding | ScoreBias)]
-    return [[part] for part in found if next(part.parameters(), None) is not None]
+    encodings = [part for part in model.modules() if isinstance(part, Encoding | AbsoluteEncoding | ScoreBias)]
+    return [[part] for part in encodings if next(part.parameters(), None) is not None]

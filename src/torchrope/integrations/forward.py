@@ -47,7 +47,7 @@ class Running:
         self.within = False  # whether a method of the model runs, at whose end positions end
         self.received: Any = None  # the tables that layers received, and what was read from them
         self.rotation: Rotation | None = None  # of the layer that runs, None if it does not rotate
-        self.other: Rotation | None = None  # of its second stream of tokens, if any
+        self.text_rotation: Rotation | None = None  # of its text tokens, if they are a second stream
 
 
 class ForwardState:
@@ -94,7 +94,7 @@ class ForwardState:
         running = self.running
         running.within, running.placed, running.received = False, None, None
 
-    def place(self, positions: list[Tensor]) -> None:
+    def set_positions(self, positions: list[Tensor]) -> None:
         """Set the positions of the tokens of this forward, `([batch,] tokens, axes)` for each encoding."""
         shared = self.rotary.encodings[0](positions[0]) if len(positions) == 1 else None
         self.running.placed = Placed(positions, shared, _backward_pass())

@@ -44,8 +44,8 @@ class Hub(ModelHubMixin, library_name="torchrope"):
     def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
         """Return a model card with the code that loads the model; needs no template engine."""
         name = type(self.model).__name__
-        own = type(self.model).__module__.startswith("torchrope.models.")
-        read = f'tr.{name}.from_pretrained("...")' if own else f'tr.load("{FILE}", into=model)'
+        of_torchrope = type(self.model).__module__.startswith("torchrope.models.")
+        read = f'tr.{name}.from_pretrained("...")' if of_torchrope else f'tr.load("{FILE}", into=model)'
         return ModelCard(_CARD.format(name=name, version=__version__, read=read))
 
     def _save_pretrained(self, save_directory: Path) -> None:

@@ -86,10 +86,10 @@ def inflate(
     if encoding is not None and len(encodings) == 1 and type(encodings[0]) is NoEncoding:
         # One that rotates nothing is shared only because all layers would have equal ones.
         encodings, biases, share = encodings * len(source.layers), biases * len(source.layers), False
-    inflated.encodings = nn.ModuleList(_with_axes(one, new, encoding) for one in encodings)
+    inflated.encodings = nn.ModuleList(_with_axes(part, new, encoding) for part in encodings)
     if source.absolute is not None:
         inflated.absolute = _repeated(source.absolute, ahead)
-    inflated.biases = nn.ModuleList(_repeated(one, ahead) for one in biases)
+    inflated.biases = nn.ModuleList(_repeated(bias, ahead) for bias in biases)
     inflated.position_map = _with_slices(source, depths, spacing)
     sizes = (*extents, *source.arguments["input_size"])
     inflated.arguments = source.arguments | {"input_size": sizes, "patch_size": inflated.embed.patch_size}
@@ -165,12 +165,12 @@ def _with_axes(encoding: Encoding, new: int, build: str | Callable[..., Encoding
 def _family(encoding: Encoding) -> Callable[..., Encoding]:
     """Return a function that builds an encoding of any number of axes that represents the rotation of this one."""
     sizes = ("num_axes", "num_heads", "head_dim")
-    given = {name: value for name, value in describe(encoding)["arguments"].items() if name not in sizes}
+    arguments = {name: value for name, value in describe(encoding)["arguments"].items() if name not in sizes}
     if type(encoding) in _ANY_AXES or (encoding.block_size != 2 and not isinstance(encoding, families.ComRoPEAP)):
-        return partial(type(encoding), **given)
+        return partial(type(encoding), **arguments)
     family: Any = families.MixedRoPE if encoding.block_size == 2 else families.ComRoPELD
-    kept = [name for name in ("block_size", "rotary_dim", "shared_heads") if name in given and takes(family, name)]
-    return partial(family, **{name: given[name] for name in kept})
+    kept = [name for name in ("block_size", "rotary_dim", "shared_heads") if name in arguments and takes(family, name)]
+    return partial(family, **{name: arguments[name] for name in kept})
 
 
 def _repeated(part: nn.Module, ahead: tuple[int, ...]) -> Any:
@@ -196,9 +196,9 @@ def _repeated(part: nn.Module, ahead: tuple[int, ...]) -> Any:
 def _with_slices(source: ViT, depths: tuple[int, ...], spacing: float | Sequence[float]) -> Lattice:
     """Return the lattice of the patches of a volume, whose slices have the positions of the source."""
     patch, old, new = source.embed.patch_size, len(source.embed.patch_size), len(depths)
-    given = [spacing] * new if isinstance(spacing, int | float) else list(spacing)
-    voxels = given if len(given) == new + old else [*given, *(1.0,) * old]
-    if len(voxels) != new + old or not all(0 < one < math.inf for one in voxels):
+    extents = [spacing] * new if isinstance(spacing, int | float) else list(spacing)
+    voxels = extents if len(extents) == new + old else [*extents, *(1.0,) * old]
+    if len(voxels) != new + old or not all(0 < extent < math.inf for extent in voxels):
         rule = f"spacing must be above 0, one number, or the size of a voxel along each of {new + old} axes"
         raise ValueError(f"{rule}, got {spacing}")
     lattice = source.position_map

@@ -32,7 +32,7 @@ class SwappedLayer:
         index: Of the layer.
         num_heads: Of keys.
         module: The attention layer.
-        own: Its own forward, in which q and k are rotated.
+        intercepted_forward: Its own forward, in which q and k are rotated.
         scores_only: Whether rotated q and k are used for scores alone: no cache keeps keys, no rotation follows.
     """
 
@@ -43,7 +43,7 @@ class SwappedLayer:
         num_heads: int,
         module: nn.Module,
         positions: FromPatches | FromLayer | FromArgument,
-        meets: "Meets",
+        intercept: "Interception",
     ) -> None:
         self.state = state
         self.index = index
@@ -52,20 +52,20 @@ class SwappedLayer:
         self._begin = positions.begin
         self._arguments = list(inspect.signature(type(module).forward).parameters)[1:]
         keeps_keys = any("past" in name or "cache" in name for name in self._arguments)
-        self.scores_only = not (keeps_keys or (meets.precedes_rotation and state.rotary.keep_rotation))
-        self.own = meets.forward(module, self)
+        self.scores_only = not (keeps_keys or (intercept.precedes_rotation and state.rotary.keep_rotation))
+        self.intercepted_forward = intercept.forward(module, self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of the layer: begin with its rotation, which ends with it, also after an error."""
         try:
             args, kwargs = self._begin(self, args, kwargs)
-            return self.own(*args, **kwargs)
+            return self.intercepted_forward(*args, **kwargs)
         finally:
             running = self.state.running
-            running.rotation = running.other = None
+            running.rotation = running.text_rotation = None
 
-    def place_of(self, argument: str) -> int:
-        """Return the place of an argument of the layer's forward, behind all if it has none of this name."""
+    def index_of(self, argument: str) -> int:
+        """Return the index of an argument of the layer's forward, behind all if it has none of this name."""
         return self._arguments.index(argument) if argument in self._arguments else len(self._arguments)
 
     @property
@@ -79,17 +79,17 @@ class SwappedLayer:
         rotation: Rotation = rotary.encodings[rotary.index(self.index)](positions)
         return rotation
 
-    def set_rotation(self, rotation: Rotation, *, others: int = 0, exact: bool = False) -> None:
+    def set_rotation(self, rotation: Rotation, *, num_text: int = 0, exact: bool = False) -> None:
         """Set the rotation of the forward that begins.
 
-        The first `others` tokens belong to a second stream. If `exact`, PyTorch computes cos and sin, as in a model
-        whose large angles round differently.
+        The first `num_text` tokens belong to a second stream, of text. If `exact`, PyTorch computes cos and sin, as in
+        a model whose large angles round differently.
         """
         if exact and isinstance(rotation, Planar):
             rotation = rotation._with(_table=torch.stack(rotation.cos_sin(), dim=-2))
         running = self.state.running
-        running.rotation = rotation[..., others:] if others else rotation
-        running.other = rotation[..., :others] if others else None
+        running.rotation = rotation[..., num_text:] if num_text else rotation
+        running.text_rotation = rotation[..., :num_text] if num_text else None
 
     def __call__(self, q: Tensor, k: Tensor, layout: str = "bhtd") -> tuple[Tensor, Tensor]:
         """Rotate q and k in a layout of `torchrope.rotate`; the model's order of channels is kept."""
@@ -108,12 +108,12 @@ class SwappedLayer:
         q, k = rotate(q, k, rotation, layout=layout, scores_only=self.scores_only)
         return q.index_select(-1, back), k.index_select(-1, back)
 
-    def after_norm(self, norm: Any, x: Tensor, *, other: bool, layout: str) -> Tensor:
+    def after_norm(self, norm: Any, of_text: bool, layout: str, x: Tensor) -> Tensor:
         """Forward of a norm of q or k, then the rotation of its output, also if that is (batch, tokens, channels)."""
         running = self.state.running
-        rotation = running.other if other else running.rotation
+        rotation = running.text_rotation if of_text else running.rotation
         x = type(norm).forward(norm, x)
-        if rotation is None or _is_fused(self.module, self.own):
+        if rotation is None or _is_fused(self.module, self.intercepted_forward):
             return x
         rotation, orders = self._in_order(rotation, x.device)
         packed = x.ndim == 3
@@ -144,7 +144,7 @@ class SwappedLayer:
 
 
 @dataclass(frozen=True)
-class OwnForward:
+class CustomForward:
     """Replaces the forward of a layer by a function of the layer, its `SwappedLayer` and the forward's arguments."""
 
     function: Callable[..., Any]
@@ -166,7 +166,7 @@ class AfterNorms:
     """
 
     norms: tuple[str, str] = ("q_norm", "k_norm")
-    others: tuple[str, ...] = ()  # those of a second stream of tokens, if the layer has them
+    text_norms: tuple[str, ...] = ()  # those of a second stream, of text tokens, if the layer has them
     layout: str = "bhtd"  # of their input, or "bthd"; (batch, tokens, heads head_dim) is supported too
     precedes_rotation = True
 
@@ -177,20 +177,20 @@ class AfterNorms:
         return partial(type(layer).forward, layer)
 
     def attach(self, layer: Any, encode: SwappedLayer) -> list[Any]:
-        norms = {name: getattr(layer, name, None) for name in (*self.norms, *self.others)}
+        norms = {name: getattr(layer, name, None) for name in (*self.norms, *self.text_norms)}
         missing = next((name for name in self.norms if norms[name] is None), None)
         if missing is not None:
             raise ValueError(f"swap rotates q and k after their norms, got a {type(layer).__name__} without {missing}")
         return [
-            Replaced(norm, "forward", partial(encode.after_norm, norm, other=name in self.others, layout=self.layout))
+            Replaced(norm, "forward", partial(encode.after_norm, norm, name in self.text_norms, self.layout))
             for name, norm in norms.items()
             if norm is not None
         ]
 
 
-def _is_fused(layer: Any, own: Any) -> bool:
+def _is_fused(layer: Any, forward: Any) -> bool:
     """Return whether a layer calls scaled_dot_product_attention, where q and k are rotated together."""
-    return isinstance(own, Rebound) and layer.fused_attn
+    return isinstance(forward, Rebound) and layer.fused_attn
 
 
 @dataclass(eq=False)
@@ -217,14 +217,14 @@ class _Functional(_StandIn):
         return getattr(functional, name)
 
 
-class AfterSplit(OwnForward):
+class AfterSplit(CustomForward):
     """Rotates q and k of a packed projection `(3, batch, heads, tokens, head_dim)` where `unbind(0)` splits it."""
 
     def __init__(self) -> None:
         super().__init__(partial(_watched, _AtSplit))
 
 
-class Sdpa(OwnForward):
+class Sdpa(CustomForward):
     """Rotates q and k of the call of scaled_dot_product_attention inside a layer."""
 
     def __init__(self) -> None:
@@ -259,8 +259,8 @@ class InAttentionInterface(InFunction):
         super().__init__("ALL_ATTENTION_FUNCTIONS")
 
 
-Meets = OwnForward | AfterNorms | InFunction
-"""What makes a layer rotate q and k; others are their subclasses."""
+Interception = CustomForward | AfterNorms | InFunction
+"""How a layer is made to rotate q and k, `ModelFamily.intercept`: one of these classes or a subclass."""
 
 
 class _Rotating(_StandIn):
@@ -320,7 +320,7 @@ class _AtSplit(_Watch):
         return output
 
 
-_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # by place
+_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # by index
 
 
 class _AtSdpa(_Watch):
@@ -330,7 +330,7 @@ class _AtSdpa(_Watch):
         if function is not scaled_dot_product_attention:
             return function(*args, **(kwargs or {}))
         self.calls.append(True)
-        named = {**{_SDPA[place]: value for place, value in enumerate(args)}, **(kwargs or {})}
+        named = {**{_SDPA[index]: value for index, value in enumerate(args)}, **(kwargs or {})}
         q, k = named["query"], named["key"]
         if q.ndim == 3:  # (batch heads, tokens, head_dim)
             heads = self.encode.num_heads
@@ -348,17 +348,17 @@ def kind_of_layer(layer: Any) -> tuple[Any, ...]:
 
 def inputs_of(layer: Any, tokens: Tensor) -> dict[str, Any]:
     """Return arguments of the forward of a layer alone: tokens, tables that rotate none, otherwise None or defaults."""
-    hidden, *others = list(inspect.signature(type(layer).forward).parameters.values())[1:]
+    hidden, *parameters = list(inspect.signature(type(layer).forward).parameters.values())[1:]
     inputs: dict[str, Any] = {hidden.name: tokens}
-    for other in others:
-        if other.name == "position_embeddings":
-            inputs[other.name] = (tokens.new_ones(0, 1), tokens.new_zeros(0, 1))
-        elif other.name in ("rope_cos", "rope_sin"):  # timm's Gemma 4
-            inputs[other.name] = tokens.new_full((1, 1, layer.head_dim), other.name == "rope_cos")
-        elif other.name == "encoder_hidden_states" and getattr(layer, "add_q_proj", None) is not None:
-            inputs[other.name] = tokens  # diffusers' layers of two streams
-        elif other.name == "cu_seqlens":
-            inputs[other.name] = torch.tensor([0, len(tokens)], dtype=torch.int32, device=tokens.device)
-        elif other.default is other.empty and other.kind not in (other.VAR_POSITIONAL, other.VAR_KEYWORD):
-            inputs[other.name] = None
+    for p in parameters:
+        if p.name == "position_embeddings":
+            inputs[p.name] = (tokens.new_ones(0, 1), tokens.new_zeros(0, 1))
+        elif p.name in ("rope_cos", "rope_sin"):  # timm's Gemma 4
+            inputs[p.name] = tokens.new_full((1, 1, layer.head_dim), p.name == "rope_cos")
+        elif p.name == "encoder_hidden_states" and getattr(layer, "add_q_proj", None) is not None:
+            inputs[p.name] = tokens  # diffusers' layers of two streams
+        elif p.name == "cu_seqlens":
+            inputs[p.name] = torch.tensor([0, len(tokens)], dtype=torch.int32, device=tokens.device)
+        elif p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            inputs[p.name] = None
     return inputs

@@ -35,7 +35,7 @@ class FromPatches:
             attribute with it, or a function of the model. They are at the origin.
         suffix: Number of trailing tokens without position.
         drop: Name of a submodule of timm that drops patches, if any.
-        place: Function of the model, arguments and keyword arguments of the module and its output (None for "") that
+        locate: Function of the model, arguments and keyword arguments of the module and its output (None for "") that
             returns the patches `OnLattice`; by default those of an image or volume, from an output
             `(batch, channels, *lattice)` or `(batch, tokens, channels)`, a token for each square patch or stride.
     """
@@ -44,7 +44,7 @@ class FromPatches:
     prefix: int | str | Callable[[Any], int] = 0
     suffix: int = 0
     drop: str = ""
-    place: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], OnLattice | None] | None = None
+    locate: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], OnLattice | None] | None = None
 
     def attach(self, state: ForwardState, layers: Sequence[Any]) -> list[Any]:
         tower, enter = state.tower, partial(self._enter, state)
@@ -64,10 +64,10 @@ class FromPatches:
 
     def _enter(self, state: ForwardState, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
         """Forward hook of the submodule, or forward pre-hook of the model: set the positions of a forward."""
-        place = self.place or partial(_patches_of_image, self.module)
-        placed = place(state.tower, args, kwargs, output)
-        if placed is not None:
-            state.place(state.rotary.positions(*placed, self._num_prefix(state.tower), self.suffix))
+        locate = self.locate or partial(_patches_of_image, self.module)
+        patches = locate(state.tower, args, kwargs, output)
+        if patches is not None:
+            state.set_positions(state.rotary.positions(*patches, self._num_prefix(state.tower), self.suffix))
 
     def _num_prefix(self, tower: Any) -> int:
         if isinstance(self.prefix, str):
@@ -78,22 +78,22 @@ class FromPatches:
 class FromCoordinates(FromPatches):
     """Positions `([batch,] tokens, axes)` that the caller passes to the model by an argument's name or index."""
 
-    def __init__(self, name: str, place: int, prefix: int | str | Callable[[Any], int] = 0) -> None:
-        super().__init__(prefix=prefix, place=partial(_coordinates, name, place))
+    def __init__(self, name: str, index: int, prefix: int | str | Callable[[Any], int] = 0) -> None:
+        super().__init__(prefix=prefix, locate=partial(_coordinates, name, index))
 
 
 @dataclass(frozen=True)
 class FromLayer:
     """Tokens `OnLattice`, such as those of a window, by a function of a layer, its arguments and keyword arguments."""
 
-    place: Callable[[Any, tuple[Any, ...], dict[str, Any]], OnLattice]
+    locate: Callable[[Any, tuple[Any, ...], dict[str, Any]], OnLattice]
 
     def attach(self, state: ForwardState, layers: Sequence[Any]) -> list[Any]:
         return []
 
     def begin(self, layer: "SwappedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         rotary = layer.state.rotary
-        positions = rotary.positions_of(rotary.index(layer.index), *self.place(layer.module, args, kwargs))
+        positions = rotary.positions_of(rotary.index(layer.index), *self.locate(layer.module, args, kwargs))
         layer.set_rotation(layer.rotation_at(positions))
         return args, kwargs
 
@@ -108,9 +108,9 @@ class FromArgument:
         name: Name of the tables among the arguments of a layer.
         replace_tables: Makes a model pass positions in place of tables; returns handles that undo it.
         read: Returns the indices of a layer's tokens `(..., tokens, axes)` and the argument for it, from the argument
-            received, the layer, and the number of tokens in the other (text) stream.
-        other: Name of a layer's argument with the tokens of another stream, if any.
-        streams: Returns whether a layer has separate norms for the other stream, whose tokens come first.
+            received, the layer, and the number of tokens in the stream of text.
+        text: Name of a layer's argument with the tokens of a second stream, of text, if any.
+        streams: Returns whether a layer has separate norms for the text, whose tokens come first.
         exact: Whether cos and sin are computed by PyTorch, because angles are so large that kernels round differently.
         check: Raises ValueError for a layer that cannot rotate; called before each of its forwards.
         alike: Whether all layers read the same from the same argument, which is then read once per forward.
@@ -119,7 +119,7 @@ class FromArgument:
     name: str
     replace_tables: Callable[[Any], Sequence[Any]]
     read: Callable[[Any, Any, int], tuple[Tensor, Any]]
-    other: str = ""
+    text: str = ""
     streams: Callable[[Any], bool] | None = None
     exact: bool = False
     check: Callable[[Any], None] | None = None
@@ -130,26 +130,26 @@ class FromArgument:
         return [*handles, state.tower.register_forward_hook(state.leave, always_call=True)] if self.alike else handles
 
     def begin(self, layer: "SwappedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        place = layer.place_of(self.name)
-        received = argument(self.name, place, args, kwargs)
+        index = layer.index_of(self.name)
+        received = argument(self.name, index, args, kwargs)
         if received is None:
             return args, kwargs
         if self.check is not None:
             self.check(layer.module)
-        other = argument(self.other, layer.place_of(self.other), args, kwargs) if self.other else None
-        others = other.shape[1] if isinstance(other, Tensor) else 0
-        positions, passed = self._positions(layer, received, others)
+        text = argument(self.text, layer.index_of(self.text), args, kwargs) if self.text else None
+        num_text = text.shape[1] if isinstance(text, Tensor) else 0
+        positions, passed = self._positions(layer, received, num_text)
         has_streams = self.streams is not None and self.streams(layer.module)
-        layer.set_rotation(layer.rotation_at(positions), others=others if has_streams else 0, exact=self.exact)
-        return with_argument(self.name, place, args, kwargs, passed)
+        layer.set_rotation(layer.rotation_at(positions), num_text=num_text if has_streams else 0, exact=self.exact)
+        return with_argument(self.name, index, args, kwargs, passed)
 
-    def _positions(self, layer: "SwappedLayer", received: Any, others: int) -> tuple[Tensor, Any]:
+    def _positions(self, layer: "SwappedLayer", received: Any, num_text: int) -> tuple[Tensor, Any]:
         """Read positions, once per forward if all layers read the same."""
         running = layer.state.running
         known = running.received
         if known is not None and known[0] is received and known[1] == layer.lattice:
             return known[2], known[3]
-        indices, passed = self.read(received, layer.module, others)
+        indices, passed = self.read(received, layer.module, num_text)
         rotary = layer.state.rotary
         positions = rotary.at(rotary.index(layer.index), from_bits(indices))
         if self.alike and not positions.requires_grad and not torch.compiler.is_compiling():
@@ -178,15 +178,15 @@ def from_bits(received: Tensor) -> Tensor:
     return received.view(torch.float64 if received.dtype == torch.int64 else torch.float32)
 
 
-def argument(name: str, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def argument(name: str, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return an argument by keyword or position; None if absent."""
-    return kwargs[name] if name in kwargs else args[place] if len(args) > place else None
+    return kwargs[name] if name in kwargs else args[index] if len(args) > index else None
 
 
-def with_argument(name: str, place: int, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Arguments:
+def with_argument(name: str, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Arguments:
     """Return the arguments with one value replaced."""
-    if name not in kwargs and len(args) > place:
-        return (*args[:place], value, *args[place + 1 :]), kwargs
+    if name not in kwargs and len(args) > index:
+        return (*args[:index], value, *args[index + 1 :]), kwargs
     return args, {**kwargs, name: value}
 
 
@@ -200,7 +200,7 @@ def _dropped(dropout: Any, state: ForwardState, num_prefix: int, tokens: Tensor)
         prefix = torch.arange(num_prefix, device=kept.device).expand(len(kept), -1)
         index = torch.cat([prefix, kept + num_prefix], dim=1).unsqueeze(-1)
         positions = [every.expand(len(kept), *every.shape[-2:]) for every in placed.positions]
-        state.place([every.gather(1, index.expand(-1, -1, every.shape[-1])) for every in positions])
+        state.set_positions([every.gather(1, index.expand(-1, -1, every.shape[-1])) for every in positions])
     return tokens if isinstance(dropout, PatchDropout) else (tokens, kept)
 
 
@@ -208,16 +208,16 @@ def blocks_of(tower: nn.Module, layers: Sequence[Any]) -> list[nn.Module]:
     """Return the elements of lists of modules that contain layers: gradient checkpointing runs them again."""
     lists = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
     parts = dict.fromkeys(part for module in tower.modules() if isinstance(module, lists) for part in module.children())
-    own = set(layers)
-    return [part for part in parts if not own.isdisjoint(part.modules())]
+    attention = set(layers)
+    return [part for part in parts if not attention.isdisjoint(part.modules())]
 
 
 def _patches_of_image(name: str, tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> OnLattice:
-    """Place the patches of an image, from the output of the module that made tokens of them."""
+    """Locate the patches of an image, from the output of the module that made tokens of them."""
     image = args[0] if args else next(iter(kwargs.values()))
     sizes = image.shape[2:]
     if image.ndim == 3:
-        rule = f"FromPatches({name!r}) needs place= for data of one axis"
+        rule = f"FromPatches({name!r}) needs locate= for data of one axis"
         raise ValueError(f"{rule}, got {tuple(image.shape)}, of which the output may be a lattice or tokens")
     if output.ndim == image.ndim:  # (batch, channels, *lattice)
         lattice = output.shape[2:]
@@ -228,11 +228,11 @@ def _patches_of_image(name: str, tower: Any, args: tuple[Any, ...], kwargs: dict
                 patch = part.stride
         lattice = [size // extent for size, extent in zip(sizes, patch, strict=True)]
         if torch.Size(lattice).numel() != output.shape[1]:
-            rule = f"the output of {name!r} must be (batch, channels, *lattice), or a token for each square patch"
-            raise ValueError(f"{rule}, or FromPatches needs place=, got {tuple(output.shape)} for {tuple(image.shape)}")
+            rule = f"the output of {name!r} must be (batch, channels, *lattice), or a token for each square patch, or"
+            raise ValueError(f"{rule} FromPatches needs locate=, got {tuple(output.shape)} for {tuple(image.shape)}")
     return output.device, tuple(lattice)
 
 
-def _coordinates(name: str, place: int, tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> OnLattice:
-    coordinates: Tensor = argument(name, place, args, kwargs)
+def _coordinates(name: str, index: int, tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> OnLattice:
+    coordinates: Tensor = argument(name, index, args, kwargs)
     return coordinates, (1,) * coordinates.shape[-1]

@@ -44,7 +44,7 @@ def _failure(layer: Any, shape: AttentionShape, encoding: Any, running: Any) -> 
     heads = 1 if encoding.shared_heads or encoding.num_heads == 1 else shape.num_heads
     for inputs, count in _samples(layer, shape):
         try:
-            expected = _first(_own_forward(layer)(**inputs))
+            expected = _first(_intercepted_forward(layer)(**inputs))
         except NotReached:
             raise
         except Exception:  # it takes other inputs
@@ -65,13 +65,13 @@ def _difference(
     calls: list[Any] = []
     positions = torch.ones(count, 1, device=expected.device)
     rotation = _Counted(positions=positions, frequencies=frequencies.to(positions), head_dim=head_dim, calls=calls)
-    running.rotation = running.other = rotation
+    running.rotation = running.text_rotation = rotation
     try:
-        outputs = _first(_own_forward(layer)(**inputs))
+        outputs = _first(_intercepted_forward(layer)(**inputs))
     except (ValueError, RuntimeError) as error:
         return str(error)
     finally:
-        running.rotation = running.other = None
+        running.rotation = running.text_rotation = None
     if not calls:
         return "its forward does not rotate them"
     if outputs.is_meta or type(outputs) is not Tensor:
@@ -90,9 +90,9 @@ class _Counted(Planar):
         return super().encode(x)
 
 
-def _own_forward(layer: Any) -> Any:
+def _intercepted_forward(layer: Any) -> Any:
     """Return the forward of a layer that rotates q and k, without the computation of its rotation."""
-    return vars(layer)["forward"].__self__.own
+    return vars(layer)["forward"].__self__.intercepted_forward
 
 
 def _samples(layer: Any, shape: AttentionShape) -> Iterator[tuple[dict[str, Any], int]]:

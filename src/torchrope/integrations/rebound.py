@@ -21,7 +21,7 @@ class Rebound:
         self.stand_ins = stand_ins
         self._original = undecorated(owner, method)
         self._function = with_globals(self._original, stand_ins)
-        loaded = (one.argval for one in dis.get_instructions(self._original) if one.opname == "LOAD_GLOBAL")
+        loaded = (instr.argval for instr in dis.get_instructions(self._original) if instr.opname == "LOAD_GLOBAL")
         self._names = tuple(dict.fromkeys(loaded))
         self._follow()
 

@@ -46,7 +46,7 @@ class Rotary(nn.Module):
         self.received: dict[str, Any] = {}  # the source of each layer's tables, if the family looks for it
         self.original_modules = nn.ModuleDict()  # submodules of the model that are removed while it is swapped
         self._known: dict[Any, Tensor] = {}  # positions of all tokens of a lattice, by its sizes
-        self._place_orders()
+        self._compute_orders()
 
     def requires_grad_(self, requires_grad: bool = True) -> "Rotary":
         """Apply to the encodings alone, since forwards use no parameter of `original_modules`."""
@@ -80,7 +80,7 @@ class Rotary(nn.Module):
             self._orders[self.index(layer)] = orders
         return orders
 
-    def _place_orders(self) -> None:
+    def _compute_orders(self) -> None:
         """Compute `channels` as tensors, no buffers: loaders overwrite those with memory that no file restores."""
         first = self._first_tensor()
         device = "cpu" if first is None or first.is_meta else first.device
@@ -91,7 +91,7 @@ class Rotary(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
         super()._apply(fn, recurse)
-        self._place_orders()
+        self._compute_orders()
         self._known = {}
         return self
 
@@ -162,18 +162,18 @@ class FrozenParameters:
     def __init__(self, owner: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         frozen = set(map(id, parameters))
         self.owner = owner
-        self.learned = {name: one.requires_grad for name, one in owner.named_parameters() if id(one) in frozen}
-        self.others_learned = self._others_learn()
+        self.learned = {name: p.requires_grad for name, p in owner.named_parameters() if id(p) in frozen}
+        self.rest_learned = self._rest_learns()
         for parameter in parameters:
             parameter.requires_grad_(False)
 
     def remove(self) -> None:
         """Restore requires_grad, unless all other parameters were frozen meanwhile."""
-        if self.others_learned and not self._others_learn():
+        if self.rest_learned and not self._rest_learns():
             return
         for name, parameter in self.owner.named_parameters():
             parameter.requires_grad_(self.learned.get(name, parameter.requires_grad))
 
-    def _others_learn(self) -> bool:
+    def _rest_learns(self) -> bool:
         names = (*self.learned, f"{ATTRIBUTE}.")
-        return any(one.requires_grad for name, one in self.owner.named_parameters() if not name.startswith(names))
+        return any(p.requires_grad for name, p in self.owner.named_parameters() if not name.startswith(names))

@@ -79,12 +79,12 @@ def swap(
     start = init or ("model" if built_here and rotates and not keep_rotation else "zeros")
     if start not in ("model", "paper", "zeros"):
         raise ValueError(f"init must be 'model', 'paper' or 'zeros', got {init!r}")
-    given = {name: value for name, value in {"spacing": spacing, "origin": origin}.items() if value is not None}
+    arguments = {name: value for name, value in {"spacing": spacing, "origin": origin}.items() if value is not None}
     with torch.device("cpu"):  # not meta
         rotations = adapter.own_rotations() if start == "model" else []
     if rotations and keep_rotation:
         raise ValueError("keep_rotation must be False for init='model', got True")
-    for name, value in given.items() if rotations else ():
+    for name, value in arguments.items() if rotations else ():
         rule = f"init='model' keeps the model's positions; init='zeros' and init='paper' take {name}"
         raise ValueError(f"{rule}, got {name}={value}")
     drawn = built_here and start == "paper"  # otherwise values drawn are overwritten
@@ -99,12 +99,12 @@ def swap(
             raise ValueError(f"{rule}, got one shared by all")
         dtype = wide_dtype(next(adapter.tower.parameters()))
         lattices = [rotation.lattice for rotation in rotations[: len(encodings)]]
-        own = zip(rotations, encodings, strict=False)
-        channels: list[Any] = [rotation.transfer_to(made.to(dtype)) for rotation, made in own]
+        transfers = zip(rotations, encodings, strict=False)
+        channels: list[Any] = [rotation.transfer_to(made.to(dtype)) for rotation, made in transfers]
     else:
         pairs = zip(encodings, shapes, strict=False)
         usual = [made.lattice.spaced(*shape.lattice) if shape.sized else {} for made, shape in pairs]
-        lattices, channels = [Lattice(**{**one, **given}) for one in usual], [None] * len(encodings)
+        lattices, channels = [Lattice(**{**settings, **arguments}) for settings in usual], [None] * len(encodings)
         moved = next((made for made in encodings if _has_zero_generators(made) is False), None)
         if rotates and not keep_rotation:
             rule = "outputs change, because the encoding replaces the model's rotation; init='model' preserves it"
@@ -163,8 +163,8 @@ def install(
     """Install encodings, already checked against the layers, in a model; in at least float32, as half rounds angles."""
     choices = {"keep_position_tables": keep_position_tables, "keep_rotation": keep_rotation}
     rotary = Rotary(encodings, lattices=lattices, channels=channels, **choices)
-    own: nn.Parameter = next(adapter.tower.parameters())
-    rotary.to(device=own.device, dtype=wide_dtype(own)).train(adapter.tower.training)
+    parameter: nn.Parameter = next(adapter.tower.parameters())
+    rotary.to(device=parameter.device, dtype=wide_dtype(parameter)).train(adapter.tower.training)
     with torch.no_grad():
         for index, table in enumerate([] if rotary.keep_position_tables else adapter.tables()):
             rotary.register_buffer(f"table{index}", table.clone())
@@ -180,8 +180,8 @@ def install(
 
 def adapt(model: nn.Module) -> Adapter:
     """Return the adapter of the one submodule that `swap` supports; ValueError if there is none, or several."""
-    found = adapters(model)
-    chosen = [adapter for adapter in found if not adapter.family.of_text] or found
+    candidates = adapters(model)
+    chosen = [adapter for adapter in candidates if not adapter.family.of_text] or candidates
     if len(chosen) == 1:
         return chosen[0]
     if not chosen:

@@ -25,7 +25,7 @@ _HINT = (
 _CONFIG = json.dumps({"configuration_files": [f"config.{_HINT}.json"], "model_type": _HINT}, indent=1)
 
 
-def own_saving(model: nn.Module, tower: nn.Module) -> list[Replaced]:
+def replace_saving(model: nn.Module, tower: nn.Module) -> list[Replaced]:
     """Replace both methods in every PreTrainedModel that contains the swapped tower; return handles that undo it."""
     owners = [part for part in model.modules() if isinstance(part, PreTrainedModel) and tower in part.modules()]
     writing = [Replaced(owner, "save_pretrained", partial(save_pretrained, owner)) for owner in owners]
@@ -53,8 +53,8 @@ def save_pretrained(
     if config.exists() and config.read_text(encoding="utf-8") != _CONFIG:
         rule = f"save_directory must have no {CONFIG_NAME}, so that from_pretrained does not load it without encodings"
         raise ValueError(f"{rule}, got {folder}")
-    own = model.state_dict()
-    if state_dict is not None and _pointers(state_dict) != _pointers(own):
+    state = model.state_dict()
+    if state_dict is not None and _pointers(state_dict) != _pointers(state):
         raise ValueError("state_dict must hold the tensors of the swapped model, got other names or shapes")
     if not is_main_process:
         return
@@ -64,7 +64,7 @@ def save_pretrained(
     write_whole(folder / BASE_CONFIG, base.to_json_string())
     write_whole(config, _CONFIG)
     # A Trainer that resumes reads only the map; from_pretrained(config=...) also needs "metadata", and raises.
-    index = {"torchrope": f"{FILE} is for torchrope.load(folder, into=model)", "weight_map": dict.fromkeys(own, FILE)}
+    index = {"torchrope": f"{FILE} is for torchrope.load(folder, into=model)", "weight_map": dict.fromkeys(state, FILE)}
     write_whole(folder / SAFE_WEIGHTS_INDEX_NAME, json.dumps(index, indent=1))
 
 

@@ -145,7 +145,7 @@ class Features(Shareable, nn.Module):
         """Return the spacing and origin of each stage's lattice, `(stages, 2, axes)`, to save with the weights."""
         lattices = [part.position_map for part in getattr(self.model, "stages", [self.model])]
         return torch.tensor(
-            [[per_axis(name, getattr(one, name), 2) for name in ("spacing", "origin")] for one in lattices],
+            [[per_axis(name, getattr(lattice, name), 2) for name in ("spacing", "origin")] for lattice in lattices],
             dtype=torch.float64,
         )
 
@@ -362,13 +362,13 @@ def _quarters(depth: int) -> tuple[int, ...]:
     return tuple(sorted({depth * quarter // 4 for quarter in (1, 2, 3, 4)} - {0}))
 
 
-def _from_front(name: str, given: Sequence[int] | None, valid: range, default: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the given indices counted from the front, or the default if None."""
-    if given is None:
+def _from_front(name: str, chosen: Sequence[int] | None, valid: range, default: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the chosen indices counted from the front, or the default if None."""
+    if chosen is None:
         return default
-    if not given or any(index not in range(-len(valid), len(valid)) for index in given):
-        raise ValueError(f"{name} must be between {-len(valid)} and {len(valid) - 1}, one or more, got {tuple(given)}")
-    return tuple(valid[index] for index in given)
+    if not chosen or any(index not in range(-len(valid), len(valid)) for index in chosen):
+        raise ValueError(f"{name} must be between {-len(valid)} and {len(valid) - 1}, one or more, got {tuple(chosen)}")
+    return tuple(valid[index] for index in chosen)
 
 
 def _patch_side(model: ViT | Swin) -> int:

@@ -40,9 +40,9 @@ def keeps_arguments(*without: str) -> Callable[[_Init], _Init]:
         @functools.wraps(init)
         def keeping(self: Any, *args: Any, **kwargs: Any) -> None:
             init(self, *args, **kwargs)
-            given = signature.bind(self, *args, **kwargs)
-            given.apply_defaults()
-            _, *named = given.arguments.items()
+            bound = signature.bind(self, *args, **kwargs)
+            bound.apply_defaults()
+            _, *named = bound.arguments.items()
             self.arguments = {name: value for name, value in named if name not in without}
 
         return cast(_Init, keeping)
@@ -296,18 +296,18 @@ def drop_path_rates(rate: float, depth: int, schedule: DropPathSchedule) -> list
 
 
 def run_layer(
-    layer: nn.Module, x: Tensor, rotations: Callable[[], dict[str, Rotation]], *, checkpointed: bool, **others: Any
+    layer: nn.Module, x: Tensor, rotations: Callable[[], dict[str, Rotation]], *, checkpointed: bool, **arguments: Any
 ) -> Tensor:
     """Run a layer with rotations that live as long as it runs; activation checkpointing computes them again."""
 
-    def run(x: Tensor, **others: Any) -> Tensor:
-        output: Tensor = layer(x, **rotations(), **others)
+    def run(x: Tensor, **arguments: Any) -> Tensor:
+        output: Tensor = layer(x, **rotations(), **arguments)
         return output
 
-    others = {name: other for name, other in others.items() if other is not None}
+    arguments = {name: value for name, value in arguments.items() if value is not None}
     if checkpointed and torch.is_grad_enabled():
-        return checkpoint(run, x, use_reentrant=False, **others)
-    return run(x, **others)
+        return checkpoint(run, x, use_reentrant=False, **arguments)
+    return run(x, **arguments)
 
 
 def rotations_at(encoding: Any, **positions: Tensor) -> dict[str, Rotation]:
@@ -418,12 +418,12 @@ class Layer(nn.Module):
         bias: Any = None,
         lengths: Sequence[int] | None = None,
         context: Tensor | None = None,
-        **others: Any,
+        **arguments: Any,
     ) -> Tensor:
         """Map tokens `(batch, tokens, dim)` to the same shape; the other arguments are passed to the attention."""
         if self.norm_context is not None:
             context = self.norm_context(context)
-        mixed = self.attention(self.norm1(x), rotation, bias=bias, lengths=lengths, context=context, **others)
+        mixed = self.attention(self.norm1(x), rotation, bias=bias, lengths=lengths, context=context, **arguments)
         x = x + self.drop_path(self.scale1(mixed), lengths)
         return x + self.drop_path(self.scale2(self.mlp(self.norm2(x))), lengths)
 

@@ -122,8 +122,8 @@ class Swin(Shareable, Backbone):
     ) -> None:
         super().__init__()
         if len(depths) != len(num_heads) or min([*depths, *num_heads], default=0) < 1:
-            given = f"{tuple(depths)} and {tuple(num_heads)}"
-            raise ValueError(f"depths and num_heads must be 1 or more, one of each per stage, got {given}")
+            received = f"{tuple(depths)} and {tuple(num_heads)}"
+            raise ValueError(f"depths and num_heads must be 1 or more, one of each per stage, got {received}")
         self.embed = PatchEmbed(patch_size, in_channels, dim, num_axes=len(input_size))
         self.embed_norm = nn.LayerNorm(dim)
         sizes = self.embed.lattice(input_size)

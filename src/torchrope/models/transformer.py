@@ -30,7 +30,7 @@ from torchrope.rotations import Rotation
 from torchrope.tensors import can_read, require_unrounded
 
 
-class OtherInputs(TypedDict):
+class MaskAndContext(TypedDict):
     """Arguments of `Transformer.forward` besides tokens and positions, None by default.
 
     Attributes:
@@ -198,7 +198,7 @@ class Transformer(Backbone):
         self,
         x: Tensor | Sequence[Tensor],
         positions: Tensor | Sequence[Tensor],
-        **others: Unpack[OtherInputs],
+        **inputs: Unpack[MaskAndContext],
     ) -> Tensor | list[Tensor]:
         """Compute the outputs: one per sample, or one per token (`output`).
 
@@ -207,7 +207,7 @@ class Transformer(Backbone):
                 layers process as one concatenated sequence.
             positions: Positions of the tokens, `(batch, n, axes)`, or `(n, axes)` for all samples; a list for a list of
                 samples.
-            others: `mask`, `context` and its positions and mask, as in `OtherInputs`.
+            inputs: `mask`, `context` and its positions and mask, as in `MaskAndContext`.
 
         Returns:
             `(batch, num_outputs)` for output "set". For "tokens" `(batch, n, num_outputs)`, 0 for padding
@@ -217,16 +217,16 @@ class Transformer(Backbone):
             ValueError: shapes that do not fit; a sample without a valid token; NaN or infinity in valid tokens or their
                 positions. On a GPU, to avoid a synchronisation, and inside torch.compile values are not checked.
         """
-        return self._outputs(self._states(x, positions, **others), self.head)
+        return self._outputs(self._states(x, positions, **inputs), self.head)
 
     def features(
         self,
         x: Tensor | Sequence[Tensor],
         positions: Tensor | Sequence[Tensor],
-        **others: Unpack[OtherInputs],
+        **inputs: Unpack[MaskAndContext],
     ) -> Tensor | list[Tensor]:
         """Compute the input of the head, with dim channels; arguments and shapes as in `forward`."""
-        return self._outputs(self._states(x, positions, **others), nn.Identity())
+        return self._outputs(self._states(x, positions, **inputs), nn.Identity())
 
     def _outputs(self, states: "TokenSet", head: nn.Module) -> Tensor | list[Tensor]:
         if self.output == "set":
@@ -250,31 +250,31 @@ class Transformer(Backbone):
         sets = {"tokens": self._embedded("tokens", self.embed, x, positions, mask)}
         if (context is None) != (self.embed_context is None) or (context is None) != (context_positions is None):
             rule = "context and context_positions must both be given to a model with context_dim, else be None"
-            given = [name for name, one in (("context", context), ("positions", context_positions)) if one is not None]
-            raise ValueError(f"{rule}, got {' and '.join(given) or 'none'}")
+            received = [name for name, x in (("context", context), ("positions", context_positions)) if x is not None]
+            raise ValueError(f"{rule}, got {' and '.join(received) or 'none'}")
         if context is not None and context_positions is not None and self.embed_context is not None:
-            other = self._embedded("context", self.embed_context, context, context_positions, context_mask)
-            if (other.batch, other.lengths is None) != (sets["tokens"].batch, sets["tokens"].lengths is None):
+            contexts = self._embedded("context", self.embed_context, context, context_positions, context_mask)
+            if (contexts.batch, contexts.lengths is None) != (sets["tokens"].batch, sets["tokens"].lengths is None):
                 rule = "tokens and context must both be tensors or lists of as many samples"
-                raise ValueError(f"{rule}, got {sets['tokens'].batch} and {other.batch} samples")
-            sets["context"] = other
+                raise ValueError(f"{rule}, got {sets['tokens'].batch} and {contexts.batch} samples")
+            sets["context"] = contexts
         return self._through_layers(sets)
 
     def _through_layers(self, sets: "dict[str, TokenSet]") -> "TokenSet":
-        places = {name: self.position_map.at(tokens.positions) for name, tokens in sets.items()}
+        positions = {name: self.position_map.at(tokens.positions) for name, tokens in sets.items()}
         shared: dict[str, Rotation] = {}
         if len(self.encodings) < len(self.layers):
-            shared = {name: self.encodings[0](at).tabulated() for name, at in places.items()}
+            shared = {name: self.encodings[0](at).tabulated() for name, at in positions.items()}
         for index, (layer, keys) in enumerate(zip(self.layers, self.keys, strict=True)):
             query_set, key_set = sets["tokens"], sets[keys]
             names = {"rotation": "tokens"}
-            others: dict[str, Any] = dict(bias=key_set.key_mask, lengths=query_set.lengths)
+            arguments: dict[str, Any] = dict(bias=key_set.key_mask, lengths=query_set.lengths)
             if keys == "context":
                 names["key_rotation"] = keys
-                others.update(context=key_set.tokens, key_lengths=key_set.lengths)
-            sources: dict[str, Any] = {argument: (shared or places)[name] for argument, name in names.items()}
+                arguments.update(context=key_set.tokens, key_lengths=key_set.lengths)
+            sources: dict[str, Any] = {argument: (shared or positions)[name] for argument, name in names.items()}
             rotations = partial(dict, **sources) if shared else partial(rotations_at, self.encodings[index], **sources)
-            tokens = run_layer(layer, query_set.tokens, rotations, checkpointed=self.checkpoint_layers, **others)
+            tokens = run_layer(layer, query_set.tokens, rotations, checkpointed=self.checkpoint_layers, **arguments)
             sets["tokens"] = replace(query_set, tokens=tokens)
         last = sets["tokens"]
         return replace(last, tokens=self.norm(last.tokens))
@@ -440,7 +440,7 @@ def _encodings(
         return position_map, [first, *rest(num_axes)]
     if first.has_frequencies:
         scaled = position_map.scaled_periods(num_axes)
-        return replace(position_map, periods=None), [Periodic(one, scaled) for one in (first, *rest(num_axes))]
+        return replace(position_map, periods=None), [Periodic(part, scaled) for part in (first, *rest(num_axes))]
     axes = num_axes + sum(period is not None for period in lattice.periods)
     return position_map, [choice.rotary(num_axes=axes, **head), *rest(axes)]
 

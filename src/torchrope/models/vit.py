@@ -274,10 +274,10 @@ class ViT(Shareable, Backbone):
         tokens = _concatenated([self.embedded(part) for part in parts])
         spacings = [None] * len(parts) if spacing is None else [spacing] if lengths is None else spacing.split(1)
         pairs = zip(lattices, spacings, strict=True)
-        patch_positions = [self.positions(sizes, device=tokens.device, spacing=own) for sizes, own in pairs]
+        patch_positions = [self.positions(sizes, device=tokens.device, spacing=step) for sizes, step in pairs]
         biases = [self.score_biases(sizes) for sizes in lattices]
-        own = biases[0] if lengths is None else list(zip(*biases, strict=True))
-        of_layers = ((own[index % len(own)], None) for index in range(len(self.layers)))
+        layer_biases = biases[0] if lengths is None else list(zip(*biases, strict=True))
+        of_layers = ((layer_biases[index % len(layer_biases)], None) for index in range(len(self.layers)))
         return self._through_layers(tokens, _concatenated(patch_positions, dim=-2), of_layers, indices, lengths)
 
     def _through_layers(
@@ -298,10 +298,10 @@ class ViT(Shareable, Backbone):
         states = {0: tokens} if 0 in wanted else {}
         for depth, (layer, (bias, within)) in enumerate(zip(self.layers, biases, strict=True), 1):
             index = (depth - 1) % len(self.encodings)
-            own = partial(rotations_at, self.encodings[index], rotation=positions)
-            rotations = partial(dict, rotation=shared[index]) if shared else own
-            others: Any = dict(bias=bias, lengths=lengths, within=within, checkpointed=self.checkpoint_layers)
-            tokens = run_layer(layer, tokens, rotations, **others)
+            computed = partial(rotations_at, self.encodings[index], rotation=positions)
+            rotations = partial(dict, rotation=shared[index]) if shared else computed
+            arguments: Any = dict(bias=bias, lengths=lengths, within=within, checkpointed=self.checkpoint_layers)
+            tokens = run_layer(layer, tokens, rotations, **arguments)
             if depth in wanted:
                 states[depth] = tokens
         return [states[depth] for depth in wanted]

@@ -119,8 +119,8 @@ def _gradient(like: Tensor, wanted: bool, device: torch.device) -> Tensor:
 
 def _gradients(q: Tensor, k: Tensor, parameters: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[Tensor, ...]:
     """Allocate gradients to q, k and the wanted parameters."""
-    given = zip(parameters, wanted, strict=True)
-    return (*_vectors(q, k), *(_gradient(x, needed, q.device) for x, needed in given))
+    requested = zip(parameters, wanted, strict=True)
+    return (*_vectors(q, k), *(_gradient(x, needed, q.device) for x, needed in requested))
 
 
 def _fake_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, ...]:

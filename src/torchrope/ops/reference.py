@@ -76,10 +76,10 @@ def _rotate_blocks(x: Tensor, blocks: Tensor) -> Tensor:
 
 def _repeat_heads(per_head: Tensor, heads: int, dims_after_heads: int) -> Tensor:
     """Repeat `(*batch, rotation heads, ...)` for each group of heads, before `dims_after_heads` dimensions."""
-    own_heads = per_head.shape[-1 - dims_after_heads]
-    if own_heads in (1, heads):
+    rotation_heads = per_head.shape[-1 - dims_after_heads]
+    if rotation_heads in (1, heads):
         return per_head
-    return per_head.repeat_interleave(heads // own_heads, dim=-1 - dims_after_heads)
+    return per_head.repeat_interleave(heads // rotation_heads, dim=-1 - dims_after_heads)
 
 
 def combine(positions: Tensor, per_axis: Tensor) -> Tensor:

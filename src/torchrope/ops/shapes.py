@@ -60,8 +60,8 @@ def shown(x: object) -> str:
 def _planar_fits(positions: Tensor, frequencies: Tensor, table: Tensor | None, head_dim: int) -> bool:
     """Return whether positions `([sets,] tokens, axes)`, frequencies and table fit one another."""
     axes, heads, pairs = frequencies.shape
-    *sets, tokens, own_axes = positions.shape
-    fits = len(sets) <= 1 and own_axes == axes and heads > 0 and 0 < 2 * pairs <= head_dim
+    *sets, tokens, position_axes = positions.shape
+    fits = len(sets) <= 1 and position_axes == axes and heads > 0 and 0 < 2 * pairs <= head_dim
     fits = fits and (axes > 0 or table is not None)
     return fits and (table is None or table.shape == (*sets, heads, tokens, 2, pairs))
 
@@ -150,9 +150,9 @@ def _rotate_block_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor,
 
 def _exp_generators(positions: Tensor, generators: Tensor) -> bool:
     axes = positions.shape[-1]
-    own_axes, heads, _blocks, b, columns = generators.shape
+    num_axes, heads, _blocks, b, columns = generators.shape
     return (
-        positions.ndim in (2, 3) and axes == own_axes > 0 and heads > 0 and b == columns and fits_kernels(generators, b)
+        positions.ndim in (2, 3) and axes == num_axes > 0 and heads > 0 and b == columns and fits_kernels(generators, b)
     )
 
 
@@ -228,6 +228,6 @@ def require_fit(name: str, parameters: Sequence[str], args: Sequence[Any], *, si
             return
     except (ValueError, IndexError):  # a tensor has another number of dimensions
         pass
-    given = zip(parameters, args, strict=True)
-    shapes = ", ".join(f"{parameter} {shown(x)}" for parameter, x in given if isinstance(x, Tensor))
+    named = zip(parameters, args, strict=True)
+    shapes = ", ".join(f"{parameter} {shown(x)}" for parameter, x in named if isinstance(x, Tensor))
     raise ValueError(f"{name} needs {rule}, got {shapes}")

@@ -64,10 +64,10 @@ def convert(
 def _lattice(source: Checkpoint, patch: int, num_axes: int | None, input_size: Extents) -> tuple[int, ...]:
     """Return the patches along each axis at the training size; an image is square, since all axes share its unit."""
     frames, height, width, _ = source.shape(_TABLE, 4) if _TABLE in source else (1, 1, 1, 1)
-    given = len(input_size) if isinstance(input_size, Sequence) else 3 if frames > 1 else 2
+    input_axes = len(input_size) if isinstance(input_size, Sequence) else 3 if frames > 1 else 2
     multiplier = _MULTIPLIER.format(0)
     stated = source.shape(multiplier, 5)[1] if multiplier in source else None
-    axes = stated or num_axes or given
+    axes = stated or num_axes or input_axes
     fits = axes in (2, 3) and num_axes in (None, axes)
     source.require(fits, f"num_axes must be {stated or '2 or 3'}, got {num_axes or axes}")
     if _TABLE in source:
@@ -77,7 +77,7 @@ def _lattice(source: Checkpoint, patch: int, num_axes: int | None, input_size: E
         return (frames, height, width)[3 - axes :]
     source.require(input_size is not None, "input_size= is required: the file has no position table")
     rule = "input_size must be (frames, height, width), because the file does not determine the frames"
-    source.require(axes == 2 or given == 3, f"{rule}, got {input_size}")
+    source.require(axes == 2 or input_axes == 3, f"{rule}, got {input_size}")
     extents = (1,) * (axes - 2) + (patch, patch)
     sizes = source.training_size(extents, input_size)
     source.require(sizes[-2] == sizes[-1], f"input_size must be square, after frames if any, got {sizes}")
@@ -115,5 +115,5 @@ def _looked_up(source: Checkpoint, points: Tensor, dim: int) -> Tensor:
     coordinates = functional.pad(coordinates, (3 - coordinates.shape[1], 0))
     volume = table.movedim(-1, 0).unsqueeze(0)  # (1, dim, frames, side, side)
     points = coordinates.reshape(1, 1, 1, -1, 3)
-    found = functional.grid_sample(volume, points, align_corners=True, padding_mode="border")
-    return found.reshape(dim, -1).T.float()
+    sampled = functional.grid_sample(volume, points, align_corners=True, padding_mode="border")
+    return sampled.reshape(dim, -1).T.float()

@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 def rows_of_layers(layer: str, attention: str, output: str) -> list[Row]:
     """Return the rows of layers of transformers, with separate projections of queries, keys and values."""
-    names = [f"{layer}{attention}.{one}_proj.{{}}" for one in "qkv"]
+    names = [f"{layer}{attention}.{letter}_proj.{{}}" for letter in "qkv"]
     return [
         *(Row(name, "layers.{}.attention.qkv.{}", split=3, part=part) for part, name in enumerate(names)),
         Row(f"{layer}{attention}.{output}.{{}}", "layers.{}.attention.proj.{}"),
@@ -83,14 +83,14 @@ class Checkpoint:
 
     def shape(self, name: str, num_dimensions: int) -> tuple[int, ...]:
         """Return the shape of a tensor, which must have so many dimensions and not be empty."""
-        shape = tuple(self._found(name).shape)
+        shape = tuple(self._tensor(name).shape)
         self.require(len(shape) == num_dimensions, f"{name} must have {num_dimensions} dimensions, got {shape}")
         self.require(0 not in shape, f"{name} must not be empty, got {shape}")
         return shape
 
     def take(self, name: str, size: Size, convert: Callable[[Tensor], Tensor] = Tensor.detach) -> Tensor:
         """Remove a tensor, which must be floating point, and return its values, which must have this size."""
-        tensor = self._found(name)
+        tensor = self._tensor(name)
         values = convert(tensor)
         before = "" if values.shape == tensor.shape else f" from {tuple(tensor.shape)}"
         rule = f"{name} must be {tuple(size)}, got {tuple(values.shape)}{before}"
@@ -105,8 +105,8 @@ class Checkpoint:
 
     def count(self, before: str, limit: int = MAX_LAYERS) -> int:
         """Return how many numbers follow a name prefix: all from 0 to one below the limit or less."""
-        found = (re.match(rf"{re.escape(before)}(\d+)\.", name) for name in self.state)
-        numbers = {match[1] for match in found if match}
+        matches = (re.match(rf"{re.escape(before)}(\d+)\.", name) for name in self.state)
+        numbers = {match[1] for match in matches if match}
         self.require(len(numbers) <= limit, f"{before} must be followed by at most {limit} numbers, got {len(numbers)}")
         for number in range(max(len(numbers), 1)):
             self.require(str(number) in numbers, f"{before}{number} is missing")
@@ -147,12 +147,12 @@ class Checkpoint:
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
         """Take the weights of a model, except those of its encodings, by their names in the model."""
         weights = {}
-        for name, own in model.state_dict().items():
+        for name, tensor in model.state_dict().items():
             if "encodings." in name:
                 continue  # set_generators sets them
             values = []
             for row, theirs in self._rows(name):
-                size = own.tensor_split(row.split)[row.part].shape
+                size = tensor.tensor_split(row.split)[row.part].shape
                 if size.numel():
                     values.append(self.take(theirs, size, row.convert) if theirs else torch.zeros(size))
             weights[name] = values[0] if len(values) == 1 else torch.cat(values)
@@ -191,9 +191,9 @@ class Checkpoint:
 
     def _rows(self, ours: str) -> list[tuple[Row, str]]:
         """Return the rows of a parameter, with the names in the file."""
-        found = ((row, re.fullmatch(re.escape(row.ours).replace(r"\{\}", r"(\w+)"), ours)) for row in self.keys)
-        return [(row, row.theirs.format(*match.groups())) for row, match in found if match]
+        matches = ((row, re.fullmatch(re.escape(row.ours).replace(r"\{\}", r"(\w+)"), ours)) for row in self.keys)
+        return [(row, row.theirs.format(*match.groups())) for row, match in matches if match]
 
-    def _found(self, name: str) -> Tensor:
+    def _tensor(self, name: str) -> Tensor:
         self.require(name in self.state, f"{name} is missing")
         return self.state[name]

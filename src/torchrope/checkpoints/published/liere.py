@@ -50,8 +50,8 @@ def convert(
     width = source.shape("transformer.layers.0.0.fn.to_qkv.weight", 2)[0] // 3
     rule = f"dim must equal the width of q and be divisible by {_HEAD_DIM}, got {dim} and {width}"
     source.require(width == dim and dim % _HEAD_DIM == 0, rule)
-    given = len(input_size) if isinstance(input_size, Sequence) else 2
-    axes = source.shape(_PARAMETERS, 5)[0] if _PARAMETERS in source else given
+    input_axes = len(input_size) if isinstance(input_size, Sequence) else 2
+    axes = source.shape(_PARAMETERS, 5)[0] if _PARAMETERS in source else input_axes
     patch = _patch(source, entries, axes, patch_size)
     if input_size is None and patch == _VIDEO[1]:
         input_size = _VIDEO[0]
@@ -82,7 +82,7 @@ def _patch(source: Checkpoint, entries: int, num_axes: int, patch_size: Extents)
     """Return the size of a patch: as given, as published for videos, or a square of three channels."""
     side = math.isqrt(entries // 3)
     if patch_size is None:
-        fits = [one for one in (_VIDEO[1], (side, side)) if len(one) == num_axes and 3 * math.prod(one) == entries]
+        fits = [size for size in (_VIDEO[1], (side, side)) if len(size) == num_axes and 3 * math.prod(size) == entries]
         source.require(fits, f"patch_size= is required: {entries} numbers per patch do not determine it")
         patch_size = fits[0]
     patch = (patch_size,) * num_axes if isinstance(patch_size, int) else tuple(patch_size)

@@ -55,13 +55,13 @@ def keys(state: State) -> list[Row]:
         return _transformers_keys(state)
     scale = "gamma_{}" if "blocks.0.gamma_1" in state else "ls{}.gamma"
     bias = [] if "patch_embed.proj.bias" in state else [Row("", "embed.proj.bias")]  # CLIP has none
-    own = [row for row in _KEYS if not bias or row.ours != bias[0].ours]
-    return [*own, *bias, Row(f"blocks.{{}}.{scale}", "layers.{}.scale{}.factor")]
+    kept = [row for row in _KEYS if not bias or row.ours != bias[0].ours]
+    return [*kept, *bias, Row(f"blocks.{{}}.{scale}", "layers.{}.scale{}.factor")]
 
 
 def _transformers_keys(state: State) -> list[Row]:
-    found = map(re.compile(r"((?:encoder\.)?layers?\.)0\.").match, state)
-    layer = next((match[1] for match in found if match), "") + "{}."
+    matches = map(re.compile(r"((?:encoder\.)?layers?\.)0\.").match, state)
+    layer = next((match[1] for match in matches if match), "") + "{}."
     norms = ("norm1", "norm2") if layer.format(0) + "norm1.weight" in state else ("layernorm_before", "layernorm_after")
     return [
         Row("embeddings.patch_embeddings.projection.weight", "embed.proj.weight", FLAT_PATCHES),

@@ -44,7 +44,7 @@ def _replace(function: Callable[..., Any], tower: Any, method: str = "forward") 
     return [Replaced(rope, method, partial(function, rope))]
 
 
-def _positions(received: Any, layer: Any, others: int) -> tuple[Tensor, None]:
+def _positions(received: Any, layer: Any, num_text: int) -> tuple[Tensor, None]:
     """Return positions, which may be stored in place of a pair of tables."""
     return (received[0] if isinstance(received, tuple) else received), None
 
@@ -71,7 +71,7 @@ def _qwen_replace_tables(tower: Any) -> list[Replaced]:
     return [Replaced(rope, "forward", replacement.forward)]
 
 
-def _qwen_positions(received: Any, layer: Any, others: int) -> tuple[Tensor, None]:
+def _qwen_positions(received: Any, layer: Any, num_text: int) -> tuple[Tensor, None]:
     image, text = received
     return torch.cat([text, image]), None
 
@@ -111,16 +111,16 @@ def _wan_tables(rope: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     return (positions[None, :, None],) * 2
 
 
-def _wan_positions(received: Any, layer: Any, others: int) -> tuple[Tensor, None]:
+def _wan_positions(received: Any, layer: Any, num_text: int) -> tuple[Tensor, None]:
     return received[0][0, :, 0], None
 
 
-def _hunyuan_positions(received: Any, layer: Any, others: int) -> tuple[Tensor, None]:
+def _hunyuan_positions(received: Any, layer: Any, num_text: int) -> tuple[Tensor, None]:
     """Return positions; text, which is not rotated, is first if it has separate projections, otherwise last."""
     positions: Tensor = received[0]
     if layer.add_q_proj is not None:
-        return prefix(positions, others), None
-    return torch.cat([positions, positions.new_zeros(others, positions.shape[-1])]), None
+        return prefix(positions, num_text), None
+    return torch.cat([positions, positions.new_zeros(num_text, positions.shape[-1])]), None
 
 
 def _cogvideox_dims(head_dim: int) -> tuple[int, int, int]:
@@ -167,8 +167,8 @@ def positions_of(cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack(columns, dim=-1).float()
 
 
-def _text_in_front(received: Any, layer: Any, others: int) -> tuple[Tensor, None]:
-    return prefix(received[0], others), None
+def _text_in_front(received: Any, layer: Any, num_text: int) -> tuple[Tensor, None]:
+    return prefix(received[0], num_text), None
 
 
 def _ltx_frequencies(tower: Any) -> Tensor:
@@ -263,7 +263,7 @@ def _family(
         layers=partial(_layers, layers),
         shape=lambda tower, _: AttentionShape(*_heads(tower), (1,) * len(frequencies(tower)), sized=False),
         positions=source,
-        meets=AfterNorms(("norm_q", "norm_k"), ("norm_added_q", "norm_added_k"), layout),
+        intercept=AfterNorms(("norm_q", "norm_k"), ("norm_added_q", "norm_added_k"), layout),
         rotation=BuiltInRotation(partial(_rotations, frequencies, across_halves)),
         attach=lambda tower, model, rotary: [Replaced(tower, "save_pretrained", refuse_save_pretrained)],
     )

@@ -32,7 +32,7 @@ def _positions(rope: Any, shape: Any = None) -> Tensor:
     return to_bits(lattice(*sizes, device=next(rope.buffers()).device))
 
 
-def _tokens(received: Tensor, layer: Any, others: int) -> tuple[Tensor, None]:
+def _tokens(received: Tensor, layer: Any, num_text: int) -> tuple[Tensor, None]:
     return prefix(received, layer.num_prefix_tokens), None
 
 
@@ -63,7 +63,7 @@ FAMILIES = (
         layers=_layers,
         shape=_shape,
         positions=FromArgument("rope", _replace_tables, _tokens),
-        meets=AfterNorms(),
+        intercept=AfterNorms(),
         rotation=BuiltInRotation(_rotations),
         position_tables=("pos_embed",),
     ),

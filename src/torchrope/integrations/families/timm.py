@@ -173,8 +173,8 @@ def _optimised(tower: Any, model: nn.Module, rotary: Rotary) -> list[Replaced]:
 
 def no_weight_decay(tower: Any) -> set[str]:
     """Return the names without weight decay: those of the tower's class, if any, and parameters of encodings."""
-    own = getattr(type(tower), "no_weight_decay", None)
-    return {*(own(tower) if own is not None else ()), *encoding_parameters(tower)}
+    of_class = getattr(type(tower), "no_weight_decay", None)
+    return {*(of_class(tower) if of_class is not None else ()), *encoding_parameters(tower)}
 
 
 def group_matcher(tower: Any, coarse: bool = False) -> dict[str, Any]:
@@ -185,8 +185,8 @@ def group_matcher(tower: Any, coarse: bool = False) -> dict[str, Any]:
     for group, rules in type(tower).group_matcher(tower, coarse).items():
         groups[group] = [(rules, None)] if isinstance(rules, str) else list(rules or ())
         for index, layer in enumerate(layers):
-            found = ((re.match(rule, f"{layer}."), suffix) for rule, suffix in groups[group])
-            depth = next(((*match.groups(), *(suffix or ())) for match, suffix in found if match), None)
+            matches = ((re.match(rule, f"{layer}."), suffix) for rule, suffix in groups[group])
+            depth = next(((*match.groups(), *(suffix or ())) for match, suffix in matches if match), None)
             if depth is not None:
                 groups[group].append((rf"^{ATTRIBUTE}\.encodings\.{index}\.", tuple(map(int, depth))))
     return groups
@@ -196,8 +196,8 @@ _TOKENS = ModelFamily(
     "timm.*.VisionTransformer",
     layers=_normed_layers,
     shape=partial(shape_of, _grid_size),
-    positions=FromPatches("patch_embed", prefix=_PREFIX, drop="patch_drop", place=_patches),
-    meets=lambda layer: AfterNorms(layout="bthd" if kind_of(layer) in _TOKENS_FIRST else "bhtd"),
+    positions=FromPatches("patch_embed", prefix=_PREFIX, drop="patch_drop", locate=_patches),
+    intercept=lambda layer: AfterNorms(layout="bthd" if kind_of(layer) in _TOKENS_FIRST else "bhtd"),
     rotation=BuiltInRotation(_rotations, lambda tower, layers: [_WithoutRope(tower)], _has_rope, _parameters),
     position_tables=("pos_embed",),
     attach=_optimised,
@@ -211,7 +211,7 @@ _WINDOWS = replace(
     layers="layers.*.blocks.*.attn",
     shape=lambda _, layer: AttentionShape(layer.num_heads, shared.head_dim(layer), tuple(layer.window_size)),
     positions=FromLayer(on_map),
-    meets=AfterSplit(),
+    intercept=AfterSplit(),
     rotation=None,
 )
 FAMILIES = (
@@ -221,7 +221,7 @@ FAMILIES = (
         _TOKENS,
         model="timm.*.Beit",
         layers="blocks.*.attn",
-        meets=AfterSplit(),
+        intercept=AfterSplit(),
         rotation=None,
         position_tables=("pos_embed", "*relative_position_bias_table"),
     ),
@@ -231,7 +231,7 @@ FAMILIES = (
         _TOKENS,
         model="timm.*.Gemma4VitEncoder",
         shape=partial(shape_of, _gemma_size),
-        positions=FromPatches("rotary_emb", prefix=_PREFIX, drop="patch_drop", place=_gemma_patches),
+        positions=FromPatches("rotary_emb", prefix=_PREFIX, drop="patch_drop", locate=_gemma_patches),
         rotation=BuiltInRotation(_gemma_rotations, _without_angles),
         position_tables=("patch_embed.position_embedding_table",),
     ),
@@ -239,7 +239,7 @@ FAMILIES = (
         _TOKENS,
         model="timm.*.NaFlexVit",
         shape=partial(shape_of, _naflex_size),
-        positions=FromPatches("embeds", prefix=_PREFIX, drop="patch_drop", place=_naflex_patches),
+        positions=FromPatches("embeds", prefix=_PREFIX, drop="patch_drop", locate=_naflex_patches),
         position_tables=("embeds.pos_embed", "embeds.pos_embed_y", "embeds.pos_embed_x"),
     ),
     replace(_WINDOWS, model="timm.*.SwinTransformer", position_tables=("*attn.relative_position_bias_table",)),
@@ -251,7 +251,7 @@ FAMILIES = (
         layers="blocks.*.attn",
         shape=partial(shared.sam_shape, _grid_size),
         positions=FromLayer(on_map),
-        meets=Sdpa(),
+        intercept=Sdpa(),
         rotation=BuiltInRotation(
             _rotations, lambda tower, layers: [Replaced(layer, "rope", None) for layer in layers], _has_rope
         ),

@@ -17,7 +17,7 @@ from torchrope.integrations import positions as sources
 from torchrope.integrations.families import shared
 from torchrope.integrations.families.shared import Sizes, head_dim, kind_of, on_map, shape_of
 from torchrope.integrations.family import AttentionShape, BuiltInRotation, ModelFamily
-from torchrope.integrations.layer import InAttentionInterface, InFunction, OwnForward, Sdpa, inputs_of, kind_of_layer
+from torchrope.integrations.layer import CustomForward, InAttentionInterface, InFunction, Sdpa, inputs_of, kind_of_layer
 from torchrope.integrations.own_rotation import OwnRotation, axis_by_axis, exact, geometric, halves, interleaved
 from torchrope.integrations.positions import FromArgument, FromLayer, FromPatches, OnLattice, argument
 from torchrope.integrations.rebound import names_in, undecorated, with_globals
@@ -39,10 +39,10 @@ _POSITION_TABLES = [f"{before}{name}{after}" for name in _TABLES for before in (
 
 def _saving(tower: Any, model: nn.Module, rotary: Rotary) -> list[Replaced]:
     """Save swapped models by `torchrope.save`."""
-    from torchrope.integrations.transformers_saving import own_saving
+    from torchrope.integrations.transformers_saving import replace_saving
 
     rotary.received = _received_by.get(tower, {})
-    return own_saving(model, tower)
+    return replace_saving(model, tower)
 
 
 def _layers(kind: str, tower: Any) -> list[Any]:
@@ -114,15 +114,15 @@ def _without_tables(tower: Any, layers: Sequence[Any]) -> list[Any]:
 
 def _encoder(name: str, layers: str, special: int = 1, **changed: Any) -> ModelFamily:
     """Return a family of vision encoders: their class, that or names of their attention, and number of class tokens."""
-    given: dict[str, Any] = dict(
+    defaults: dict[str, Any] = dict(
         layers=layers if "*" in layers else partial(_layers, layers),
         shape=partial(shape_of, _size),
-        positions=FromPatches(prefix=partial(_num_prefix, special), place=_patches),
-        meets=InAttentionInterface(),
+        positions=FromPatches(prefix=partial(_num_prefix, special), locate=_patches),
+        intercept=InAttentionInterface(),
         position_tables=_POSITION_TABLES,
         attach=_saving,
     )
-    return ModelFamily(f"transformers.*.{name}", **{**given, **changed})
+    return ModelFamily(f"transformers.*.{name}", **{**defaults, **changed})
 
 
 _DINOV3: Any = dict(rotation=BuiltInRotation(_dinov3_rotations, _without_tables))
@@ -142,9 +142,9 @@ _ENCODERS = (
     _encoder("InstructBlipVisionModel", "InstructBlipAttention"),
     _encoder("Sapiens2Backbone", "Sapiens2Attention", **_DINOV3),
     _encoder("Sapiens2Model", "Sapiens2Attention", **_DINOV3),
-    _encoder("Siglip2VisionModel", "Siglip2Attention", positions=FromPatches(place=_siglip2_patches)),
+    _encoder("Siglip2VisionModel", "Siglip2Attention", positions=FromPatches(locate=_siglip2_patches)),
     _encoder("SiglipVisionModel", "SiglipAttention", 0),
-    _encoder("ViTMAEModel", "ViTMAEAttention", positions=FromPatches("embeddings", prefix=1, place=_kept_patches)),
+    _encoder("ViTMAEModel", "ViTMAEAttention", positions=FromPatches("embeddings", prefix=1, locate=_kept_patches)),
     _encoder("ViTModel", "ViTAttention"),
 )
 
@@ -198,7 +198,7 @@ _VIDEO_ENCODERS = (
         "VideoMAEModel",
         "encoder.layer.*.attention.attention",
         shape=partial(shape_of, _videomae_size),
-        positions=FromPatches("embeddings", place=_visible_patches),
+        positions=FromPatches("embeddings", locate=_visible_patches),
         attach=_without_table,
     ),
     _encoder(
@@ -232,7 +232,7 @@ def _sam_attention(
 _SAM: Any = dict(
     shape=partial(shared.sam_shape, _size),
     positions=FromLayer(on_map),
-    meets=lambda layer: Sdpa() if "Sdpa" in kind_of(layer) else OwnForward(_sam_attention),
+    intercept=lambda layer: Sdpa() if "Sdpa" in kind_of(layer) else CustomForward(_sam_attention),
     position_tables=("pos_embed", "*.rel_pos_h", "*.rel_pos_w"),
 )
 _SAMS = [_encoder(name, "layers.*.attn", **_SAM) for name in ("SamVisionEncoder", "SamHQVisionEncoder")]
@@ -458,7 +458,7 @@ def _append(
     return sources.to_bits(torch.cat([cos, ids], dim=-1)), sin
 
 
-def _appended(received: tuple[Tensor, Tensor], layer: Any, others: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def _appended(received: tuple[Tensor, Tensor], layer: Any, num_text: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Return the positions appended to cos, and cos and sin without them."""
     bits, sin = received
     cos, channels = sources.from_bits(bits), sin.shape[-1]
@@ -518,12 +518,12 @@ def _matches(rotation: OwnRotation, pair: _RotaryLayer) -> bool:
         ids = ids.mT if pair.num_axes == 1 else ids.mT.unsqueeze(1)  # (1, tokens) or (axes, 1, tokens)
     drawn = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 1, 1, len(positions), head_dim(pair.layer), generator=drawn)
-    met, device = rotation_function(pair.layer), pair.attribute("inv_freq").device
-    function = undecorated(pair.layer).__globals__[met.name]
+    intercept, device = rotation_function(pair.layer), pair.attribute("inv_freq").device
+    function = undecorated(pair.layer).__globals__[intercept.name]
     layer_types = () if pair.layer_type is None else (pair.layer_type,)
     try:
         tables = [table.float().cpu() for table in pair.rope(query.to(device), ids.to(device), *layer_types)]
-        if met.layout == "bthd":
+        if intercept.layout == "bthd":
             theirs = function(query[0].transpose(0, 1), key[0].transpose(0, 1), *tables)
         else:
             theirs = function(query, key, *(table.reshape(1, len(positions), -1) for table in tables))
@@ -552,7 +552,7 @@ _VISION = ModelFamily(
     layers=partial(_layers_with_rope, "vision"),
     shape=partial(_shape, _vision_lattice),
     positions=FromArgument("position_embeddings", _append_positions, _appended, alike=True),
-    meets=rotation_function,
+    intercept=rotation_function,
     rotation=BuiltInRotation(_rotations, remove=lambda tower, layers: []),
     position_tables=_POSITION_TABLES,
     attach=_saving,
@@ -579,7 +579,7 @@ FAMILIES = (
         _VISION,
         layers=partial(_layers_with_rope, "llama4"),
         shape=partial(shape_of, _vision_lattice, grows=False),
-        positions=FromPatches(suffix=1, place=_patches),
+        positions=FromPatches(suffix=1, locate=_patches),
         rotation=BuiltInRotation(_llama4_rotations, remove=lambda tower, layers: []),
     ),
 )

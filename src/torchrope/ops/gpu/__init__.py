@@ -5,9 +5,9 @@ Only this package imports triton, and it is imported only if triton is installed
 
 from torchrope.ops.gpu.basis import rotate_basis, rotate_basis_backward
 from torchrope.ops.gpu.block import rotate_block, rotate_block_backward
+from torchrope.ops.gpu.decomposition import skew_eig
 from torchrope.ops.gpu.exponential import exp_generators, exp_generators_backward, skew_exp, skew_exp_backward
 from torchrope.ops.gpu.planar import rotate_planar, rotate_planar_backward
-from torchrope.ops.gpu.planes import skew_eig
 
 __all__ = [
     "exp_generators",

@@ -56,8 +56,8 @@ def rotate_basis(
     unrotated = (factors == 0).all(dim=0) | (angular == 0).all(dim=-1)  # (heads, blocks)
     identity = torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
     exact_basis = torch.where(unrotated[..., None, None], identity, basis)
-    given = with_batch_dim(positions, 3), factors, exact_basis, angular
-    return on_sides(lambda *vectors: _run(vectors, given), (q, k))
+    arguments = with_batch_dim(positions, 3), factors, exact_basis, angular
+    return on_sides(lambda *vectors: _run(vectors, arguments), (q, k))
 
 
 def rotate_basis_backward(
@@ -79,11 +79,11 @@ def rotate_basis_backward(
     where g(u, v) = s exp(i s (u + v) / 2) sinc(s (u - v) / 2). Summed over tokens this is G, and
     dB = U (G - G^T) / 2 U^T.
     """
-    given = with_batch_dim(positions, 3), factors, basis, angular
+    arguments = with_batch_dim(positions, 3), factors, basis, angular
     shapes = positions.shape, (len(factors), *angular.shape), basis.shape
     computed = wanted[0], True, True
     dq, dk, d_positions, per_frequency, gradient = on_sides(
-        lambda *vectors: _run(vectors, given, computed), (q, k), (grad_q, grad_k), shapes, computed
+        lambda *vectors: _run(vectors, arguments, computed), (q, k), (grad_q, grad_k), shapes, computed
     )
     d_factors = (per_frequency * angular).sum(dim=-1)
     d_base = exact_matmul(exact_matmul(basis, (gradient - gradient.mT) / 2), basis.mT)
@@ -91,10 +91,10 @@ def rotate_basis_backward(
     return dq, dk, d_positions, *(x if needed else x.new_empty(0) for x, needed in computed_anyway)
 
 
-def _run(vectors: Vectors, given: Sequence[Tensor], wanted: Sequence[bool] = (False,) * 3) -> list[Tensor | None]:
+def _run(vectors: Vectors, parameters: Sequence[Tensor], wanted: Sequence[bool] = (False,) * 3) -> list[Tensor | None]:
     """Rotate tiles of blocks: by a matrix for each token if many vectors share it, otherwise in the basis."""
     source, out, x = vectors
-    positions, _, basis, angular = arguments = [parameter.contiguous() for parameter in given]
+    positions, _, basis, angular = arguments = [parameter.contiguous() for parameter in parameters]
     (sets, tokens, axes), (heads, blocks, b, _) = positions.shape, basis.shape
     rows = rows_of(source, sets, heads)
     width = max(power_of_two(b), 32)
@@ -123,18 +123,18 @@ def _run(vectors: Vectors, given: Sequence[Tensor], wanted: Sequence[bool] = (Fa
 
 
 @triton.jit
-def _load_planes(
+def _load_basis(
     basis, head, first_block, blocks, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr
 ):  # fmt: skip
     """Load U, and U~ with the other vector of each plane, signed:  U^T x  is turned to  cos a U^T x + sin a U~^T x."""
     row = tl.arange(0, WIDTH)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
     slot = row // BLOCK
-    own = (slot == column // BLOCK) & (slot < TOGETHER) & (first_block + slot < blocks)
+    in_block = (slot == column // BLOCK) & (slot < TOGETHER) & (first_block + slot < blocks)
     at = basis + ((head * blocks + first_block + slot) * BLOCK + row % BLOCK) * BLOCK
-    inward = tl.load(at + column % BLOCK, mask=own, other=0.0)
-    other = tl.load(at + (column ^ 1) % BLOCK, mask=own, other=0.0)
-    return inward, tl.where(column % 2 == 0, -other, other)
+    inward = tl.load(at + column % BLOCK, mask=in_block, other=0.0)
+    partner = tl.load(at + (column ^ 1) % BLOCK, mask=in_block, other=0.0)
+    return inward, tl.where(column % 2 == 0, -partner, partner)
 
 
 @triton.jit
@@ -157,14 +157,14 @@ def _rotate_kernel(
     UNIT: tl.constexpr, TOKENS: tl.constexpr,
     AXES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    part, head, tile, place, split = locate(tl.cdiv(blocks, TOGETHER), heads, tl.cdiv(tokens, TOKENS), sets)
+    part, head, tile, set_, split = locate(tl.cdiv(blocks, TOGETHER), heads, tl.cdiv(tokens, TOKENS), sets)
     first_block = part * TOGETHER
     token = tile * TOKENS + tl.arange(0, TOKENS)
     local = tl.arange(0, WIDTH)
-    inward, other = _load_planes(basis, head, first_block, blocks, BLOCK, WIDTH, TOGETHER)
+    inward, partner = _load_basis(basis, head, first_block, blocks, BLOCK, WIDTH, TOGETHER)
     block, real, frequency = _load_frequencies(angular, head, first_block, blocks, local // 2, BLOCK, TOGETHER)
     along = weighted_positions(
-        positions, coefficients, place, head, heads, blocks, token, tokens, block, real, AXES, TOKENS, WIDTH
+        positions, coefficients, set_, head, heads, blocks, token, tokens, block, real, AXES, TOKENS, WIDTH
     )
     angles = along * frequency[None, :]
     cos = tl.cos(angles)
@@ -173,10 +173,10 @@ def _rotate_kernel(
     channel = (first_block * BLOCK + local)[None, :]
     first, last = share(split, splits, samples * group)
     for index in range(first, last):
-        here = offsets(index, token, channel, place, samples, head, group, x_sample, x_head, x_token, UNIT)
-        there = offsets(index, token, channel, place, samples, head, group, out_sample, out_head, out_token, UNIT)
+        here = offsets(index, token, channel, set_, samples, head, group, x_sample, x_head, x_token, UNIT)
+        there = offsets(index, token, channel, set_, samples, head, group, out_sample, out_head, out_token, UNIT)
         vectors = tl.load(x + here, mask=inside, other=0.0)
-        rotated = cos * multiply_vectors(vectors, inward) + sin * multiply_vectors(vectors, other)
+        rotated = cos * multiply_vectors(vectors, inward) + sin * multiply_vectors(vectors, partner)
         rotated = multiply(rotated, tl.trans(inward))
         tl.store(out + there, rotated.to(out.dtype.element_ty), mask=inside)
 
@@ -210,25 +210,25 @@ def _rotate_by_matrices_kernel(
     first, last = share(split // row_splits, splits // row_splits, sets * tokens)
     first_row, last_row = share(split % row_splits, row_splits, samples * group)
     for index in range(first, last):
-        place = index // tokens
+        set_ = index // tokens
         token = index % tokens
         position = tl.load(positions + tl.cast(index, tl.int64) * AXES + axis, mask=axis < AXES, other=0.0)
         along = tl.sum(position[:, None] * factor, axis=0)
         cos = tl.cos(along * frequency)
         sin = tl.sin(along * frequency)
-        inward, other = _load_planes(basis, head, first_block, blocks, BLOCK, WIDTH, TOGETHER)
-        turned = tl.interleave(cos, cos)[None, :] * inward + tl.interleave(sin, sin)[None, :] * other
+        inward, partner = _load_basis(basis, head, first_block, blocks, BLOCK, WIDTH, TOGETHER)
+        turned = tl.interleave(cos, cos)[None, :] * inward + tl.interleave(sin, sin)[None, :] * partner
         if BACK:
             matrix = multiply(inward, tl.trans(turned))
         else:
             matrix = multiply(turned, tl.trans(inward))
         outer = multiply_rows(
-            source, out, x, first_row, last_row, place, samples, head, group, token,
+            source, out, x, first_row, last_row, set_, samples, head, group, token,
             source_sample, source_head, source_token, out_sample, out_head, out_token, x_sample, x_head, x_token,
             matrix, channel, is_rotated, UNIT, WIDTH, ROWS,
         )  # fmt: skip
         if x is not None:
-            a_real, a_imag, b_real, b_imag = _planes(outer, inward, WIDTH)
+            a_real, a_imag, b_real, b_imag = _plane_maps(outer, inward, WIDTH)
             diagonal = pair[:, None] == pair[None, :]
             grad_angle = 2 * cos * tl.sum(tl.where(diagonal, a_imag, 0.0), axis=1)
             grad_angle -= 2 * sin * tl.sum(tl.where(diagonal, a_real, 0.0), axis=1)
@@ -278,7 +278,7 @@ def _rotate_by_matrices_kernel(
 
 
 @triton.jit
-def _planes(outer, inward, WIDTH: tl.constexpr):
+def _plane_maps(outer, inward, WIDTH: tl.constexpr):
     """Split H = sum h x'^T, from sum dy x^T, into maps  z -> α z + β conj(z)  of planes: α and β [PAIRS, PAIRS]."""
     turned = multiply(tl.trans(multiply(outer, inward)), inward)  # H^T
     even, odd = tl.split(tl.reshape(turned, (WIDTH, WIDTH // 2, 2)))

@@ -101,18 +101,18 @@ def _rotate_products_kernel(
     UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    part, head, token, place, split = locate(tl.cdiv(blocks, TOGETHER), heads, tokens, sets)
+    part, head, token, set_, split = locate(tl.cdiv(blocks, TOGETHER), heads, tokens, sets)
     first_block = part * TOGETHER
     local = tl.arange(0, WIDTH)
     slot = local // BLOCK
     is_rotated = (slot < TOGETHER) & (first_block + slot < blocks)
-    own = is_rotated[:, None] & (slot[:, None] == slot[None, :])
+    in_block = is_rotated[:, None] & (slot[:, None] == slot[None, :])
     row_of_matrix = (first_block + slot) * r_block + local % BLOCK * r_row
-    at = table + _matrix_offset(place, head, token, r_set, r_head, r_token, TABLE_UNIT)
-    matrix = tl.load(at + row_of_matrix[:, None] + (local % BLOCK * r_column)[None, :], mask=own, other=0.0)
+    at = table + _matrix_offset(set_, head, token, r_set, r_head, r_token, TABLE_UNIT)
+    matrix = tl.load(at + row_of_matrix[:, None] + (local % BLOCK * r_column)[None, :], mask=in_block, other=0.0)
     first, last = share(split, splits, samples * group)
     outer = multiply_rows(
-        source, out, x, first, last, place, samples, head, group, token,
+        source, out, x, first, last, set_, samples, head, group, token,
         source_sample, source_head, source_token, out_sample, out_head, out_token, x_sample, x_head, x_token,
         matrix, (first_block * BLOCK + local)[None, :], is_rotated, UNIT, WIDTH, ROWS,
     )  # fmt: skip
@@ -121,21 +121,21 @@ def _rotate_products_kernel(
         outer = outer - tl.trans(outer)
         row = (local % BLOCK)[:, None]
         column = (local % BLOCK)[None, :]
-        cell = ((tl.cast(split * sets + place, tl.int64) * heads + head) * tokens + token) * blocks + first_block
+        cell = ((tl.cast(split * sets + set_, tl.int64) * heads + head) * tokens + token) * blocks + first_block
         cell = cell + slot[:, None]
         at = tangent + cell * (BLOCK * (BLOCK - 1) // 2) + upper_index(row, column, BLOCK)
-        tl.store(at, outer, mask=own & (row < column))
+        tl.store(at, outer, mask=in_block & (row < column))
 
 
 @triton.jit
-def _matrix_offset(place, head, token, r_set, r_head, r_token, UNIT: tl.constexpr):
+def _matrix_offset(set_, head, token, r_set, r_head, r_token, UNIT: tl.constexpr):
     in_set = tl.cast(head, tl.int64) * r_head + tl.cast(token, tl.int64) * r_token
-    return (tl.cast(place, tl.int64) * r_set + in_set) * UNIT
+    return (tl.cast(set_, tl.int64) * r_set + in_set) * UNIT
 
 
 @triton.jit
 def multiply_rows(
-    source, out, x, first, last, place, samples, head, group, token,
+    source, out, x, first, last, set_, samples, head, group, token,
     source_sample, source_head, source_token, out_sample, out_head, out_token, x_sample, x_head, x_token,
     matrix, channel, is_rotated, UNIT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -144,11 +144,11 @@ def multiply_rows(
     for begin in range(first, last, ROWS):
         row = begin + tl.arange(0, ROWS)
         inside = (row < last)[:, None] & is_rotated[None, :]
-        here = offsets(row, token, channel, place, samples, head, group, source_sample, source_head, source_token, UNIT)
-        there = offsets(row, token, channel, place, samples, head, group, out_sample, out_head, out_token, UNIT)
+        here = offsets(row, token, channel, set_, samples, head, group, source_sample, source_head, source_token, UNIT)
+        there = offsets(row, token, channel, set_, samples, head, group, out_sample, out_head, out_token, UNIT)
         vectors = tl.load(source + here, mask=inside, other=0.0)
         if x is not None:
-            origin = offsets(row, token, channel, place, samples, head, group, x_sample, x_head, x_token, UNIT)
+            origin = offsets(row, token, channel, set_, samples, head, group, x_sample, x_head, x_token, UNIT)
             before = tl.load(x + origin, mask=inside, other=0.0)
         rotated = multiply_vectors(vectors, matrix)
         tl.store(out + there, rotated.to(out.dtype.element_ty), mask=inside)
@@ -164,7 +164,7 @@ def _rotate_sums_kernel(
     tokens, heads, sets, samples, group, splits, blocks,
     UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    _, head, tile, place, split = locate(1, heads, tl.cdiv(tokens * blocks, TOGETHER), sets)
+    _, head, tile, set_, split = locate(1, heads, tl.cdiv(tokens * blocks, TOGETHER), sets)
     index = tile * TOGETHER + tl.arange(0, TOGETHER)
     real = index < tokens * blocks
     token = (index // blocks).to(tl.int64)
@@ -172,19 +172,19 @@ def _rotate_sums_kernel(
     local = tl.arange(0, WIDTH)
     row_of_matrix = local[None, :, None]
     column = local[None, None, :]
-    own = real[:, None, None] & (row_of_matrix < BLOCK) & (column < BLOCK)
-    at = table + _matrix_offset(place, head, token, r_set, r_head, r_token, TABLE_UNIT) + block * r_block
-    matrix = tl.load(at[:, None, None] + row_of_matrix * r_row + column * r_column, mask=own, other=0.0)
+    in_block = real[:, None, None] & (row_of_matrix < BLOCK) & (column < BLOCK)
+    at = table + _matrix_offset(set_, head, token, r_set, r_head, r_token, TABLE_UNIT) + block * r_block
+    matrix = tl.load(at[:, None, None] + row_of_matrix * r_row + column * r_column, mask=in_block, other=0.0)
     inside = real[:, None] & (local < BLOCK)[None, :]
     channel = (block * BLOCK)[:, None] + local[None, :]
     skew = tl.zeros((TOGETHER, WIDTH, WIDTH), tl.float32)  # sum dy y^T - y dy^T
     first, last = share(split, splits, samples * group)
     for row in range(first, last):
-        here = offsets(row, token, channel, place, samples, head, group, source_sample, source_head, source_token, UNIT)
-        there = offsets(row, token, channel, place, samples, head, group, out_sample, out_head, out_token, UNIT)
+        here = offsets(row, token, channel, set_, samples, head, group, source_sample, source_head, source_token, UNIT)
+        there = offsets(row, token, channel, set_, samples, head, group, out_sample, out_head, out_token, UNIT)
         vectors = tl.load(source + here, mask=inside, other=0.0).to(tl.float32)
         if x is not None:
-            origin = offsets(row, token, channel, place, samples, head, group, x_sample, x_head, x_token, UNIT)
+            origin = offsets(row, token, channel, set_, samples, head, group, x_sample, x_head, x_token, UNIT)
             before = tl.load(x + origin, mask=inside, other=0.0).to(tl.float32)
         rotated = tl.sum(matrix * vectors[:, :, None], axis=1)
         tl.store(out + there, rotated.to(out.dtype.element_ty), mask=inside)
@@ -192,6 +192,6 @@ def _rotate_sums_kernel(
             after = tl.sum(matrix * before[:, None, :], axis=2)
             skew += vectors[:, :, None] * after[:, None, :] - after[:, :, None] * vectors[:, None, :]
     if tangent is not None:
-        cell = ((tl.cast(split * sets + place, tl.int64) * heads + head) * tokens + token) * blocks + block
+        cell = ((tl.cast(split * sets + set_, tl.int64) * heads + head) * tokens + token) * blocks + block
         at = tangent + cell[:, None, None] * (BLOCK * (BLOCK - 1) // 2) + upper_index(row_of_matrix, column, BLOCK)
-        tl.store(at, skew, mask=own & (row_of_matrix < column))
+        tl.store(at, skew, mask=in_block & (row_of_matrix < column))

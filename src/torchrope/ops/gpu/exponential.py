@@ -64,8 +64,8 @@ def skew_exp(exponents: Tensor) -> Tensor:
 
 def skew_exp_backward(exponents: Tensor, d_tangent: Tensor) -> Tensor:
     """Compute the skew gradient to the exponents from the gradient of the tangent `(count, b (b - 1) / 2)`."""
-    one = exponents.new_ones(1, 1)
-    return exp_generators_backward(one, exponents[None, :, None], d_tangent[:, None, None], False)[1][0, :, 0]
+    unit = exponents.new_ones(1, 1)
+    return exp_generators_backward(unit, exponents[None, :, None], d_tangent[:, None, None], False)[1][0, :, 0]
 
 
 def _run(positions: Tensor, generators: Tensor, *arguments: Tensor | None) -> None:
@@ -116,22 +116,22 @@ def _exp_kernel(
     column = local[None, :]
     matrix = tl.cast(tl.program_id(0), tl.int64) * TOGETHER + slot
     real = (slot < TOGETHER) & (matrix < matrices)
-    own = real[:, None] & (slot[:, None] == slot[None, :])
+    same = real[:, None] & (slot[:, None] == slot[None, :])
     cell = (matrix // blocks // tokens % heads * blocks + matrix % blocks)[:, None]  # of a generator
     axis_size = heads * blocks * BLOCK * BLOCK
     token = matrix // blocks // tokens // heads * tokens + matrix // blocks % tokens
     exponent = tl.zeros((WIDTH, WIDTH), tl.float32)
     for axis in tl.static_range(AXES):
         position = tl.load(positions + token * AXES + axis, mask=real, other=0.0)
-        generator = tl.load(generators + axis * axis_size + (cell * BLOCK + row) * BLOCK + column, mask=own, other=0.0)
+        generator = tl.load(generators + axis * axis_size + (cell * BLOCK + row) * BLOCK + column, mask=same, other=0.0)
         exponent += position[:, None] * generator
     exponent, finite = _near(exponent, BLOCK, WIDTH)
     small, excess, levels = _small_exp(exponent)
-    above = own & (row < column)
+    above = same & (row < column)
     at = matrix[:, None] * (BLOCK * (BLOCK - 1) // 2)
     at += upper_index(tl.minimum(row, column), tl.maximum(row, column), BLOCK)
     if tangent is not None:
-        moment = tl.load(tangent + at, mask=own & (row != column), other=0.0) * 0.5
+        moment = tl.load(tangent + at, mask=same & (row != column), other=0.0) * 0.5
         moment = tl.where(above, moment, -moment)
         # sum_k (-ad)^k M / (k + 1)!,  where  ad M = G M - (G M)^T  since both are skew;  1.7^13 / 14! < 2e-8.
         integral = moment
@@ -149,7 +149,7 @@ def _exp_kernel(
     if table is not None:
         rotation = excess + (row == column).to(tl.float32)
         rotation = tl.where(finite[:, None], rotation, float("nan"))
-        tl.store(table + matrix[:, None] * (BLOCK * BLOCK) + row * BLOCK + column, rotation, mask=own)
+        tl.store(table + matrix[:, None] * (BLOCK * BLOCK) + row * BLOCK + column, rotation, mask=same)
     if tangent is not None:
         integral = tl.where(finite[:, None], integral, float("nan"))
         tl.store(upper + at, integral, mask=above)
@@ -157,7 +157,7 @@ def _exp_kernel(
         index = tl.arange(0, WIDTH)
         for axis in tl.static_range(AXES):
             generator = tl.load(
-                generators + axis * axis_size + (cell * BLOCK + row) * BLOCK + column, mask=own, other=0.0
+                generators + axis * axis_size + (cell * BLOCK + row) * BLOCK + column, mask=same, other=0.0
             )
             of_row = tl.sum(generator * integral, axis=1)
             of_slot = tl.sum(tl.where(slot[:, None] == index[None, :], of_row[:, None], 0.0), axis=0)
@@ -170,10 +170,10 @@ def _exp_kernel(
 def _near(exponent, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """Scale exponents to norms below 2^40, above which no digit is correct; return also which rows are finite."""
     slot = tl.arange(0, WIDTH) // BLOCK
-    own = slot[:, None] == slot[None, :]
+    same = slot[:, None] == slot[None, :]
     bits = exponent.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # ordered as the absolute values, infinity and NaN last
-    of_column = tl.max(tl.where(own, bits, 0), axis=0)
-    of_slot = tl.max(tl.where(own, of_column[None, :], 0), axis=1)  # skew: equal row and column maxima
+    of_column = tl.max(tl.where(same, bits, 0), axis=0)
+    of_slot = tl.max(tl.where(same, of_column[None, :], 0), axis=1)  # skew: equal row and column maxima
     finite = of_slot < 0x7F800000
     beyond = tl.maximum((of_slot >> 23) - (126 + 40 - 6), 0)  # 2^6 rows at most
     scale = ((127 - beyond) << 23).to(tl.float32, bitcast=True)

@@ -31,9 +31,9 @@ def interprets_bfloat16() -> bool:
     """Return whether Triton's interpreter multiplies bfloat16 as numbers, which those of its releases do not."""
     from triton.runtime import interpreter
 
-    one = interpreter.TensorHandle(torch.full((1, 1), 0x3F80).short().numpy().view("uint16"), tl.bfloat16)
+    unit = interpreter.TensorHandle(torch.full((1, 1), 0x3F80).short().numpy().view("uint16"), tl.bfloat16)
     zero = interpreter.TensorHandle(torch.zeros(1, 1).numpy(), tl.float32)
-    return interpreter.interpreter_builder.create_dot(one, one, zero, None, 0).data.item() == 1.0
+    return interpreter.interpreter_builder.create_dot(unit, unit, zero, None, 0).data.item() == 1.0
 
 
 def on_sides(
@@ -57,7 +57,7 @@ def on_sides(
             return sum(terms[1:], start=terms[0]).view(shape)
         return sides[0].new_zeros(shape if needed else (0,), dtype=torch.float32)
 
-    return (*outputs, *(total(index, *given) for index, given in enumerate(zip(shapes, wanted, strict=True))))
+    return (*outputs, *(total(index, *of_sum) for index, of_sum in enumerate(zip(shapes, wanted, strict=True))))
 
 
 def launch(
@@ -78,26 +78,26 @@ def launch(
     It takes vectors, arguments, parts (None if not wanted), strides, tokens, heads, sets, samples of a set, heads of a
     group that shares a rotation, splits, sizes and constants; each of `programs` is split, and sums are over splits.
     """
-    source, *others = vectors
+    source, *rest = vectors
     assert source is not None
     stored = [
         source.new_empty(shape, dtype=torch.float32) if needed else None
         for needed, shape in zip(wanted, parts, strict=True)
     ]
-    strides, unit = outer_strides(source, *others)
+    strides, unit = outer_strides(source, *rest)
     batch, heads_of_vectors, tokens, _ = source.shape
     shared = tokens, heads, sets, batch // sets, heads_of_vectors // heads, splits
     with on_device_of(source):
         kernel[(programs * splits,)](
-            source, *others, *arguments, *stored, *strides, *shared, *sizes, UNIT=unit, **constants
+            source, *rest, *arguments, *stored, *strides, *shared, *sizes, UNIT=unit, **constants
         )
     return [x if x is None else x[0] if len(x) == 1 else x.sum(dim=0) for x in stored]
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager:
     """Make the tensor's device current, if it is not: Triton launches on the current device."""
-    is_other = x.is_cuda and x.device.index != torch.cuda.current_device()
-    return torch.cuda.device(x.device) if is_other else nullcontext()
+    must_switch = x.is_cuda and x.device.index != torch.cuda.current_device()
+    return torch.cuda.device(x.device) if must_switch else nullcontext()
 
 
 def outer_strides(*tensors: Tensor | None) -> tuple[list[int], int]:
@@ -108,8 +108,8 @@ def outer_strides(*tensors: Tensor | None) -> tuple[list[int], int]:
     """
     strides: list[int] = []
     for x in tensors:
-        given = () if x is None else zip(x.shape[:3], x.stride(), strict=False)
-        strides += [0 if size == 1 else stride for size, stride in given] or [0, 0, 0]
+        axes = () if x is None else zip(x.shape[:3], x.stride(), strict=False)
+        strides += [0 if size == 1 else stride for size, stride in axes] or [0, 0, 0]
     unit = gcd(16, *strides)
     return [stride // unit for stride in strides], unit
 
@@ -163,10 +163,10 @@ def share(split, splits, rows):
 
 @triton.jit
 def offsets(
-    row, token, channel, place, samples, head, group, stride_sample, stride_head, stride_token, UNIT: tl.constexpr
+    row, token, channel, set_, samples, head, group, stride_sample, stride_head, stride_token, UNIT: tl.constexpr
 ):  # fmt: skip
     """Compute offsets of channels of vectors: the row'th that share a rotation, over samples and heads of a group."""
-    sample = tl.cast(place * samples + row // group, tl.int64)
+    sample = tl.cast(set_ * samples + row // group, tl.int64)
     head_of_x = tl.cast(head * group + row % group, tl.int64)
     vector = (sample * stride_sample + head_of_x * stride_head + tl.cast(token, tl.int64) * stride_token) * UNIT
     return vector[:, None] + channel
@@ -180,13 +180,13 @@ def upper_index(row, column, BLOCK: tl.constexpr):
 
 @triton.jit
 def weighted_positions(
-    positions, factors, place, head, heads, columns, token, tokens, column, real,
+    positions, factors, set_, head, heads, columns, token, tokens, column, real,
     AXES: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute  sum_a p_a f_a  for the tokens and columns of a tile, one head and set of positions [TOKENS, COLUMNS]."""
     total = tl.zeros((TOKENS, COLUMNS), tl.float32)
     for axis in tl.static_range(AXES):
-        cell = tl.cast(place, tl.int64) * tokens + token
+        cell = tl.cast(set_, tl.int64) * tokens + token
         position = tl.load(positions + cell * AXES + axis, mask=token < tokens, other=0.0)
         factor = tl.load(factors + (axis * heads + head) * columns + column, mask=real, other=0.0)
         total += position[:, None] * factor[None, :]

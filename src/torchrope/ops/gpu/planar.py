@@ -48,8 +48,8 @@ def rotate_planar_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor,
 
     With  h = R^T dy:  dx = h,  dφ_i = h_2i+1 x_2i - h_2i x_2i+1,  df = sum p dφ,  dp = sum f dφ.
     """
-    *given, wanted = args
-    return on_sides(_on_side(wanted, *given), (q, k), (grad_q, grad_k), [x.shape for x in given[:2]], wanted)
+    *arguments, wanted = args
+    return on_sides(_on_side(wanted, *arguments), (q, k), (grad_q, grad_k), [x.shape for x in arguments[:2]], wanted)
 
 
 def _on_side(
@@ -91,7 +91,7 @@ def _rotate_kernel(
 
     A tile holds the first and the second channel of each pair [TOKENS, WIDTH], then channels that are not rotated.
     """
-    _, head, tile, place, split = locate(1, heads, tl.cdiv(tokens, TOKENS), sets)
+    _, head, tile, set_, split = locate(1, heads, tl.cdiv(tokens, TOKENS), sets)
     token = tile * TOKENS + tl.arange(0, TOKENS)
     real = (token < tokens)[:, None]
     pair = tl.arange(0, WIDTH)
@@ -100,13 +100,13 @@ def _rotate_kernel(
     inside_first = real & has_first
     inside_second = real & has_second
     if AXES == 0:
-        row = (tl.cast(place, tl.int64) * heads + head) * tokens + token
+        row = (tl.cast(set_, tl.int64) * heads + head) * tokens + token
         entry = table + 2 * PAIRS * row[:, None] + pair[None, :]
         cos = tl.load(entry, mask=real & is_rotated, other=1.0)
         sin = tl.load(entry + PAIRS, mask=real & is_rotated, other=0.0)
     else:
         angles = weighted_positions(
-            positions, frequencies, place, head, heads, PAIRS, token, tokens, pair, pair < PAIRS, AXES, TOKENS, WIDTH
+            positions, frequencies, set_, head, heads, PAIRS, token, tokens, pair, pair < PAIRS, AXES, TOKENS, WIDTH
         )
         cos = tl.cos(angles)
         sin = tl.sin(angles)
@@ -115,23 +115,21 @@ def _rotate_kernel(
     grad_angles = tl.zeros((TOKENS, WIDTH), tl.float32)
     begin, end = share(split, splits, samples * group)
     for row in tl.range(begin, end, num_stages=STAGES):
-        here = offsets(row, token, 0, place, samples, head, group, source_sample, source_head, source_token, UNIT)
-        there = offsets(row, token, 0, place, samples, head, group, out_sample, out_head, out_token, UNIT)
-        one, two = _load(
-            source + here, first, second, inside_first, inside_second, real, HALVES, TOKENS, WIDTH, CHANNELS
-        )
-        turned_one = tl.where(is_rotated, cos * one - sin * two, one)
-        turned_two = tl.where(is_rotated, sin * one + cos * two, two)
+        here = offsets(row, token, 0, set_, samples, head, group, source_sample, source_head, source_token, UNIT)
+        there = offsets(row, token, 0, set_, samples, head, group, out_sample, out_head, out_token, UNIT)
+        u, v = _load(source + here, first, second, inside_first, inside_second, real, HALVES, TOKENS, WIDTH, CHANNELS)
+        turned_u = tl.where(is_rotated, cos * u - sin * v, u)
+        turned_v = tl.where(is_rotated, sin * u + cos * v, v)
         _store(
-            out + there, turned_one, turned_two, first, second, inside_first, inside_second, real,
+            out + there, turned_u, turned_v, first, second, inside_first, inside_second, real,
             HALVES, TOKENS, WIDTH, CHANNELS,
         )  # fmt: skip
         if per_position is not None or per_frequency is not None:
-            origin = offsets(row, token, 0, place, samples, head, group, x_sample, x_head, x_token, UNIT)
-            x_one, x_two = _load(
+            origin = offsets(row, token, 0, set_, samples, head, group, x_sample, x_head, x_token, UNIT)
+            x_u, x_v = _load(
                 x + origin, first, second, inside_first, inside_second, real, HALVES, TOKENS, WIDTH, CHANNELS
             )
-            grad_angles += turned_two * x_one - turned_one * x_two
+            grad_angles += turned_v * x_u - turned_u * x_v
 
     grad_angles = tl.where(is_rotated, grad_angles, 0.0)  # also of channels that are infinite or NaN
     wide = tl.cast(split, tl.int64)
@@ -140,14 +138,14 @@ def _rotate_kernel(
         for axis in tl.static_range(AXES):
             frequency = tl.load(frequencies + (axis * heads + head) * PAIRS + pair, mask=pair < PAIRS, other=0.0)
             total = tl.sum(frequency[None, :] * grad_angles, axis=1)
-            cell = ((wide * heads + head) * sets + place) * tokens + token
+            cell = ((wide * heads + head) * sets + set_) * tokens + token
             tl.store(per_position + cell * AXES + axis, total, mask=token < tokens)
     if per_frequency is not None:
         for axis in tl.static_range(AXES):
-            cell = tl.cast(place, tl.int64) * tokens + token
+            cell = tl.cast(set_, tl.int64) * tokens + token
             position = tl.load(positions + cell * AXES + axis, mask=token < tokens, other=0.0)
             total = tl.sum(position[:, None] * grad_angles, axis=0)
-            cell = (((wide * sets + place) * tiles + tile) * AXES + axis) * heads + head
+            cell = (((wide * sets + set_) * tiles + tile) * AXES + axis) * heads + head
             tl.store(per_frequency + cell * PAIRS + pair, total, mask=pair < PAIRS)
 
 
@@ -168,29 +166,29 @@ def _load(
     vectors, first, second, inside_first, inside_second, real,
     HALVES: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Load the two channels of each pair in float32; adjacent channels at once."""
+    """Load the two channels u, v of each pair in float32; adjacent channels at once."""
     if HALVES:
-        one = tl.load(vectors + first, mask=inside_first, other=0.0)
-        two = tl.load(vectors + second, mask=inside_second, other=0.0)
+        u = tl.load(vectors + first, mask=inside_first, other=0.0)
+        v = tl.load(vectors + second, mask=inside_second, other=0.0)
     else:
         channel = tl.arange(0, 2 * WIDTH)[None, :]
         inside = real & (channel < CHANNELS)
         both = tl.load(vectors + channel, mask=inside, other=0.0)
-        one, two = tl.split(tl.reshape(both, (TOKENS, WIDTH, 2)))
-    return one.to(tl.float32), two.to(tl.float32)
+        u, v = tl.split(tl.reshape(both, (TOKENS, WIDTH, 2)))
+    return u.to(tl.float32), v.to(tl.float32)
 
 
 @triton.jit
 def _store(
-    vectors, one, two, first, second, inside_first, inside_second, real,
+    vectors, u, v, first, second, inside_first, inside_second, real,
     HALVES: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    one = one.to(vectors.dtype.element_ty)
-    two = two.to(vectors.dtype.element_ty)
+    u = u.to(vectors.dtype.element_ty)
+    v = v.to(vectors.dtype.element_ty)
     if HALVES:
-        tl.store(vectors + first, one, mask=inside_first)
-        tl.store(vectors + second, two, mask=inside_second)
+        tl.store(vectors + first, u, mask=inside_first)
+        tl.store(vectors + second, v, mask=inside_second)
     else:
         channel = tl.arange(0, 2 * WIDTH)[None, :]
         inside = real & (channel < CHANNELS)
-        tl.store(vectors + channel, tl.reshape(tl.join(one, two), (TOKENS, 2 * WIDTH)), mask=inside)
+        tl.store(vectors + channel, tl.reshape(tl.join(u, v), (TOKENS, 2 * WIDTH)), mask=inside)

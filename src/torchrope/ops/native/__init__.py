@@ -21,7 +21,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _SIDE = "2q" + 3 * "P4q"  # batch, heads; x, grad and out: address, strides of batch, heads and tokens, dtype
 _ANGLES = "5q3P"  # tokens, axes, heads, pairs, halves; positions, frequencies, table
-LAYOUTS = {
+STRUCTS = {
     "torchrope_planar": struct.Struct(f"q{2 * _SIDE}{_ANGLES}3q2P"),
     "torchrope_block": struct.Struct(f"q{2 * _SIDE}7qP6qP"),
     "torchrope_basis": struct.Struct(f"q{2 * _SIDE}9q7P"),
@@ -38,7 +38,7 @@ _OTHER_LAYOUT = 2
 def load(path: str) -> ctypes.CDLL:
     """Load a library of kernels, to be assigned to `LIBRARY`."""
     library = ctypes.CDLL(path)
-    for name in LAYOUTS:
+    for name in STRUCTS:
         getattr(library, name).argtypes = [ctypes.c_void_p, ctypes.c_int64]
     return library
 
@@ -60,8 +60,8 @@ LIBRARY = _load_fastest()
 
 def _run(kernel: str, fields: Sequence[int], backward: bool = False) -> None:
     """Call a kernel with the fields of its arguments after the size; MemoryError, or RuntimeError for an old build."""
-    layout = LAYOUTS[kernel]
-    status = _kernel(kernel)(layout.pack(layout.size, *fields), backward)
+    structure = STRUCTS[kernel]
+    status = _kernel(kernel)(structure.pack(structure.size, *fields), backward)
     if status == _OTHER_LAYOUT:
         rule = "kernels must be built from the installed sources: rebuild torchrope"
         raise RuntimeError(f"{rule}, got {kernel} with another argument layout")
@@ -318,8 +318,8 @@ def _run_exp(
 ) -> None:
     axes, heads, blocks, b, _ = generators.shape
     sets, tokens = (1, 1) if positions is None else (positions.shape[:-2].numel(), positions.shape[-2])
-    given = table if d_tangent is None else d_tangent
-    if given is None or not given.numel():
+    nonempty = table if d_tangent is None else d_tangent
+    if nonempty is None or not nonempty.numel():
         return  # empty tensors have no address
     kept = tuple(None if x is None else _float(x) for x in (positions, generators, table, d_tangent))
     sizes = heads, blocks, b, axes, sets, tokens, torch.get_num_threads()

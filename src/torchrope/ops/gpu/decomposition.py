@@ -47,11 +47,11 @@ def _decompose_kernel(
     block = tl.cast(tl.program_id(0), tl.int64) * (BLOCK * BLOCK)
     row = tl.arange(0, WIDTH)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
-    own = (row < BLOCK) & (column < BLOCK)
+    in_block = (row < BLOCK) & (column < BLOCK)
     at = block + row * BLOCK + column
-    entries = tl.load(base + at, mask=own, other=0.0).to(tl.float64)
-    tl.store(inside + at, entries, mask=own)
-    tl.store(rotated + at, (row == column).to(tl.float64), mask=own)
+    entries = tl.load(base + at, mask=in_block, other=0.0).to(tl.float64)
+    tl.store(inside + at, entries, mask=in_block)
+    tl.store(rotated + at, (row == column).to(tl.float64), mask=in_block)
     tl.debug_barrier()
     between = row // 2 != column // 2
     size = tl.sum(tl.sum(entries * entries, axis=1), axis=0)
@@ -62,7 +62,7 @@ def _decompose_kernel(
         for stage in range(1, PLANES):
             high = tl.where(stage >= 2 * high, 2 * high, high)
             _rotate_pairs(inside + block, rotated + block, stage, high, BLOCK, WIDTH, PAIRS)
-        entries = tl.load(inside + at, mask=own, other=0.0)
+        entries = tl.load(inside + at, mask=in_block, other=0.0)
         left = tl.sum(tl.sum(tl.where(between, entries * entries, 0.0), axis=1), axis=0)
         sweep += 1
 
@@ -72,8 +72,8 @@ def _decompose_kernel(
         inside + block + (column // 2 * 2 + 1) * BLOCK + column // 2 * 2, mask=column < BLOCK, other=0.0
     )
     source = tl.where(frequency < 0, column ^ 1, column)
-    vectors = tl.load(rotated + block + row * BLOCK + source, mask=own, other=0.0)
-    tl.store(basis + at, tl.where(finite, vectors, float("nan")).to(tl.float32), mask=own)
+    vectors = tl.load(rotated + block + row * BLOCK + source, mask=in_block, other=0.0)
+    tl.store(basis + at, tl.where(finite, vectors, float("nan")).to(tl.float32), mask=in_block)
     plane = tl.arange(0, PLANES)
     real = plane < BLOCK // 2
     frequency = tl.abs(tl.load(inside + block + (2 * plane + 1) * BLOCK + 2 * plane, mask=real, other=0.0))

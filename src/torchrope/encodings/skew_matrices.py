@@ -18,7 +18,7 @@ _STEP = 0.7548776662466927
 _TRIES = 8
 
 
-def planes(base: Tensor) -> tuple[Tensor, Tensor]:
+def invariant_planes(base: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the invariant planes of a skew matrix:  B = U diag([[0, -w], [w, 0]]) U^T,  w >= 0.
 
     An eigenvector x + iy of iB at w > 0 gives the plane, B x = w y. Eigenvectors of w and -w are inaccurate if w is
@@ -54,7 +54,7 @@ def common_planes(generators: Tensor) -> tuple[Tensor, Tensor, float]:
 
 
 def _planes_of_sum(generators: Tensor, proportions: Tensor) -> tuple[Tensor, Tensor, float]:
-    basis, _ = planes((proportions[:, None, None] * generators).sum(dim=0))
+    basis, _ = invariant_planes((proportions[:, None, None] * generators).sum(dim=0))
     within = basis.mT @ generators @ basis
     frequencies = within[:, 1::2, 0::2].diagonal(dim1=-2, dim2=-1)
     off = within - block_diagonal(planar(frequencies), len(basis))
