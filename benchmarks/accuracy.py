@@ -232,7 +232,7 @@ class DistanceError:
 def measure_far(name: str, distance: float, tokens: int = 64) -> DistanceError:
     """Rotate at random places within a distance."""
     torch.manual_seed(0)
-    encoding = tr.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=64)
+    encoding = tr.encodings.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=64)
     positions = (2 * torch.rand(tokens, 2) - 1) * distance
     q = torch.randn(1, 2, tokens, 64, requires_grad=True)
     rotation = encoding(positions)

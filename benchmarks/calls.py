@@ -38,7 +38,7 @@ def measure(seconds: float) -> list[dict[str, Any]]:
     for name in ENCODINGS:
         for shape, dtype in SHAPES if name == "mixed" else SHAPES[:2]:
             _, heads, tokens, head_dim = shape
-            encoding = tr.parse_encoding(name).rotary(num_axes=2, num_heads=heads, head_dim=head_dim)
+            encoding = tr.encodings.parse_encoding(name).rotary(num_axes=2, num_heads=heads, head_dim=head_dim)
             positions = tr.grid(tokens, 1)
             q, k, of_q, of_k = torch.randn(4, *shape).to(getattr(torch, dtype))
             with torch.no_grad():

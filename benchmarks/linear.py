@@ -21,7 +21,7 @@ AXES = 3
 def steps(tokens: int, options: argparse.Namespace) -> dict[str, Work]:
     """Forward and backward pass of each kind, by name."""
     head = dict(num_heads=options.heads, head_dim=options.dim // options.heads)
-    encoding = tr.parse_encoding(options.encoding).rotary(num_axes=AXES, **head)
+    encoding = tr.encodings.parse_encoding(options.encoding).rotary(num_axes=AXES, **head)
     x, positions = torch.randn(1, tokens, options.dim), torch.rand(tokens, AXES) * tokens ** (1 / AXES)
     kinds: dict[str, torch.nn.Module] = {
         "softmax": tr.Attention(options.dim, options.heads),

@@ -413,7 +413,7 @@ function update() {
 function updatePanel(panel, whole) {
   const name = panel.querySelector("select").value, given = parametersOf(panel, name, whole.axes);
   const changed = Object.entries(given).map(([parameter, value]) => `, ${parameter}=${value}`).join("");
-  panel.querySelector(".python").textContent = `tr.parse_encoding("${name}").rotary(num_axes=${whole.axes}, ` +
+  panel.querySelector(".python").textContent = `tr.encodings.parse_encoding("${name}").rotary(num_axes=${whole.axes}, ` +
     `num_heads=${whole.heads}, head_dim=${whole.head_dim}${changed})`;
   panel.querySelector(".drawn").hidden = !ENCODINGS[name].random;
   const f = frequencies(name, { ...whole, ...given }), count = f[0].length;

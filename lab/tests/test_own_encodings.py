@@ -124,7 +124,7 @@ def test_names_of_users_classes_are_found_beside_the_librarys(package: Path) -> 
     assert resolve_encoding("own_package.turns:Spiral").rotary is module.Spiral
     three = resolve_encoding("own_package.turns:Table+own_package.turns:Offsets+own_package.turns:Spiral")
     assert three.parts == [module.Table, module.Offsets, module.Spiral]
-    assert resolve_encoding("learned+liere:8").name == tr.parse_encoding("learned+liere:8").name
+    assert resolve_encoding("learned+liere:8").name == tr.encodings.parse_encoding("learned+liere:8").name
     assert user_defined_parts("bias+liere:8") == []
     with pytest.raises(ValueError, match="block size must be a whole number of 2 or more, got 'liere:eight'"):
         resolve_encoding("liere:eight")  # the library's names come first
@@ -260,7 +260,7 @@ def test_user_defined_encoding_trains_in_other_processes(package: Path, capsys: 
 
 def test_library_imports_no_user_code(package: Path) -> None:
     with pytest.raises(ValueError, match="an encoding must be one of none"):
-        tr.parse_encoding("own_package.turns:Spiral")
+        tr.encodings.parse_encoding("own_package.turns:Spiral")
 
 
 def test_name_that_a_module_registers_is_found_with_and_without_its_module(package: Path) -> None:

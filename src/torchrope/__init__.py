@@ -7,8 +7,14 @@
 Importing it needs torch alone.
 """
 
-from torchrope import encodings, integrations, models, positions, rotations, scaling, testing
+from torchrope import encodings as encodings
+from torchrope import integrations as integrations
+from torchrope import models as models
 from torchrope import ops as ops
+from torchrope import positions as positions
+from torchrope import rotations as rotations
+from torchrope import scaling as scaling
+from torchrope import testing as testing
 from torchrope._version import __version__
 from torchrope.attention import Attention
 from torchrope.checkpoints.published import load_published
@@ -25,7 +31,6 @@ from torchrope.encodings import (
     NoEncoding,
     RelativePositionBias,
     SinusoidalAPE,
-    parse_encoding,
     register_encoding,
 )
 from torchrope.inference import absorb, freeze, rerotate
@@ -37,7 +42,7 @@ from torchrope.lattice import Lattice
 from torchrope.linear_attention import LinearAttention
 from torchrope.models import Features, Swin, Transformer, ViT
 from torchrope.ops import backend
-from torchrope.positions import Packed, grid, pack, prefix
+from torchrope.positions import grid, pack, prefix
 from torchrope.rotating import apply, rotate
 from torchrope.rotations import Rotation
 
@@ -55,7 +60,6 @@ __all__ = [
     "LinearAttention",
     "MixedRoPE",
     "NoEncoding",
-    "Packed",
     "RelativePositionBias",
     "Rotation",
     "SinusoidalAPE",
@@ -66,27 +70,19 @@ __all__ = [
     "absorb",
     "apply",
     "backend",
-    "encodings",
     "extend",
     "freeze",
     "grid",
     "inflate",
-    "integrations",
     "load",
     "load_published",
-    "models",
     "pack",
     "parameter_groups",
-    "parse_encoding",
-    "positions",
     "prefix",
     "register_encoding",
     "rerotate",
     "rotate",
-    "rotations",
     "save",
-    "scaling",
     "swap",
-    "testing",
     "unswap",
 ]

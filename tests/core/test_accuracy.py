@@ -58,7 +58,7 @@ def test_check_blocks_detects_a_missing_plane(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_rotate_keeps_norms_at_large_positions(name: str, axes: int, backend: str) -> None:
     """Random positions and lattices, whose positions are multiples of each other, forward and backward."""
-    encoding = tr.parse_encoding(name).rotary(num_axes=axes, num_heads=2, head_dim=64)
+    encoding = tr.encodings.parse_encoding(name).rotary(num_axes=axes, num_heads=2, head_dim=64)
     side = {1: 40, 2: 7, 3: 4}[axes]
     for distance in (1.0, 30.0, 1e3, 1e4, 1e6, 1e12, 1e30):
         lattice = tr.grid(*[side] * axes, spacing=distance / (side - 1))
@@ -75,7 +75,7 @@ def test_rotate_keeps_norms_at_large_positions(name: str, axes: int, backend: st
 @pytest.mark.parametrize("name", ["liere:16", "liere"])
 def test_rotate_keeps_norms_along_a_long_axis(name: str) -> None:
     """A kernel computes equally spaced tokens as powers of one matrix, whose errors could accumulate."""
-    encoding = tr.parse_encoding(name).rotary(num_axes=1, num_heads=1, head_dim=32)
+    encoding = tr.encodings.parse_encoding(name).rotary(num_axes=1, num_heads=1, head_dim=32)
     q = torch.randn(1, 1, 4000, 32)
     rotated, _ = tr.rotate(q, q, encoding(tr.grid(4000, spacing=0.1)))
     assert (rotated.double().norm(dim=-1) / q.double().norm(dim=-1) - 1).abs().max() <= 1e-5
@@ -83,7 +83,7 @@ def test_rotate_keeps_norms_along_a_long_axis(name: str) -> None:
 
 def test_gradients_are_bounded_at_large_positions() -> None:
     for name in ("liere:8", "liere", "comrope-ld:8"):
-        encoding = tr.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=64)
+        encoding = tr.encodings.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=64)
         positions = (2 * torch.rand(20, 2) - 1) * 1e6
         q = torch.randn(1, 2, 20, 64)
         rotated, _ = tr.rotate(q, q, encoding(positions))

@@ -85,21 +85,21 @@ def test_bias_gradients_reach_the_table_at_every_size(sizes: tuple[int, int]) ->
 
 
 def test_parse_encoding_accepts_a_bias_with_others() -> None:
-    every = tr.parse_encoding("learned + bias + liere:8")
+    every = tr.encodings.parse_encoding("learned + bias + liere:8")
     assert every.parts == [tr.LearnedAPE, tr.RelativePositionBias, tr.LieRE]
-    assert tr.parse_encoding("bias").parts == [tr.RelativePositionBias]
-    assert tr.parse_encoding("bias").rotary is tr.NoEncoding
-    assert tr.parse_encoding("mixed").bias is None
+    assert tr.encodings.parse_encoding("bias").parts == [tr.RelativePositionBias]
+    assert tr.encodings.parse_encoding("bias").rotary is tr.NoEncoding
+    assert tr.encodings.parse_encoding("mixed").bias is None
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (
-            lambda: tr.parse_encoding("bias+mixed+bias"),
+            lambda: tr.encodings.parse_encoding("bias+mixed+bias"),
             "one score bias and one rotary name, joined by '\\+', got 'bias\\+mixed\\+bias'",
         ),
-        (lambda: tr.parse_encoding("bias:8"), "got 'bias:8'; did you mean 'bias'"),
+        (lambda: tr.encodings.parse_encoding("bias:8"), "got 'bias:8'; did you mean 'bias'"),
         (lambda: tr.RelativePositionBias(sizes=(), num_heads=1), r"must be 1 or more, got sizes \(\), num_heads 1"),
         (lambda: tr.RelativePositionBias(sizes=(2, 0), num_heads=1), r"must be 1 or more, got sizes \(2, 0\)"),
         (lambda: tr.RelativePositionBias(sizes=(2,), num_heads=0), "must be 1 or more, got sizes .*, num_heads 0"),

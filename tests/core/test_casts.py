@@ -125,7 +125,7 @@ def test_model_cast_to_half_precision_learns_and_keeps_its_dtype() -> None:
 @pytest.mark.parametrize("name", ["mixed", "liere:4", "comrope-ld:4", "string"])
 def test_frequencies_that_arrive_in_half_precision_give_one_warning(name: str) -> None:
     """As in FSDP with mixed precision, which puts cast parameters into the module for a forward."""
-    encoding = tr.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=8)
+    encoding = tr.encodings.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=8)
     rounded = {key: tensor.detach().bfloat16() for key, tensor in encoding.named_parameters()}
     with pytest.warns(UserWarning, match="angles need frequencies in float32, got torch.bfloat16 from") as warned:
         rotations = [torch.func.functional_call(encoding, rounded, (tr.grid(2, 2),)) for _ in range(2)]

@@ -198,7 +198,7 @@ def test_init_follows_the_papers(family: type) -> None:
 
 @pytest.mark.parametrize("name", [*ROTARY])
 def test_zero_sets_generators_to_zero_and_returns_the_encoding(name: str) -> None:
-    encoding = tr.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=48)
+    encoding = tr.encodings.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=48)
     learned = [parameter.any() for parameter in encoding.parameters()]
     assert encoding.zero_() is encoding
     assert not encoding.generators().any()
@@ -334,12 +334,12 @@ def test_skew_and_its_gradients_are_those_of_plain_operations(b: int, shape: tup
 
 
 def test_parse_encoding_finds_classes() -> None:
-    both = tr.parse_encoding("learned+liere:8")
+    both = tr.encodings.parse_encoding("learned+liere:8")
     assert both.rotary(num_axes=2, num_heads=4, head_dim=16).block_size == 8
     assert both.absolute is tr.LearnedAPE
     assert both.parts == [tr.LearnedAPE, tr.LieRE]
-    assert tr.parse_encoding("sinusoidal").parts == [tr.SinusoidalAPE]
-    assert tr.parse_encoding("none").parts == [tr.NoEncoding]
+    assert tr.encodings.parse_encoding("sinusoidal").parts == [tr.SinusoidalAPE]
+    assert tr.encodings.parse_encoding("none").parts == [tr.NoEncoding]
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_parse_encoding_finds_classes() -> None:
 )
 def test_parse_encoding_suggests_the_nearest_name(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        tr.parse_encoding(name)
+        tr.encodings.parse_encoding(name)
 
 
 class Spiral(tr.Encoding):

@@ -27,7 +27,7 @@ NAMES = ["axial", "mixed", "string:4", "comrope-ld:4", "liere:4", "periodic"]
 
 def build(name: str) -> tr.Encoding:
     head: dict[str, Any] = dict(num_axes=1, num_heads=2, head_dim=8)
-    encoding = tr.AxialRoPE(**head) if name == "periodic" else tr.parse_encoding(name).rotary(**head)
+    encoding = tr.AxialRoPE(**head) if name == "periodic" else tr.encodings.parse_encoding(name).rotary(**head)
     with torch.no_grad():
         for parameter in encoding.parameters():
             parameter.mul_(0.1)

@@ -80,11 +80,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: tr.grid((8, 12)),  # type: ignore[arg-type]
         "sizes must be one argument each, grid(8, 12) or grid(*sizes), got ((8, 12),)",
     ),
-    "rope": (lambda: tr.parse_encoding("rope"), "did you mean 'axial'?"),
-    "RoPE": (lambda: tr.parse_encoding("RoPE"), "did you mean 'axial'?"),
-    "liere8": (lambda: tr.parse_encoding("liere8"), "did you mean 'liere:8'?"),
-    "LieRE8": (lambda: tr.parse_encoding("learned+LieRE8"), "did you mean 'liere:8'?"),
-    "leire:8": (lambda: tr.parse_encoding("leire:8"), "did you mean 'liere:8'?"),
+    "rope": (lambda: tr.encodings.parse_encoding("rope"), "did you mean 'axial'?"),
+    "RoPE": (lambda: tr.encodings.parse_encoding("RoPE"), "did you mean 'axial'?"),
+    "liere8": (lambda: tr.encodings.parse_encoding("liere8"), "did you mean 'liere:8'?"),
+    "LieRE8": (lambda: tr.encodings.parse_encoding("learned+LieRE8"), "did you mean 'liere:8'?"),
+    "leire:8": (lambda: tr.encodings.parse_encoding("leire:8"), "did you mean 'liere:8'?"),
     "unsupported model": (
         lambda: tr.swap(nn.TransformerEncoderLayer(8, 2), "mixed"),
         "in an attention of your own call tr.rotate(q, k, rotation), see docs/your-own-attention.md",
@@ -111,18 +111,18 @@ def test_error_names_the_way_out_in_one_line(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["axial", "liere:4", "comrope-ld:4", "string", "golden"])
 def test_positions_on_another_device_than_any_encoding(name: str) -> None:
-    build = partial(tr.parse_encoding(name).rotary, num_axes=2, num_heads=2, head_dim=8)
+    build = partial(tr.encodings.parse_encoding(name).rotary, num_axes=2, num_heads=2, head_dim=8)
     with pytest.raises(ValueError, match=r"positions are on meta, the encoding on cpu: tr\.grid\(\.\.\., device="):
         build()(tr.grid(3, 3, device="meta"))
     assert build().to("meta")(tr.grid(3, 3, device="meta")).shape[-1] == 9
 
 
 def test_names_of_encodings_in_any_case() -> None:
-    choice = tr.parse_encoding("Learned+LieRE:8")
+    choice = tr.encodings.parse_encoding("Learned+LieRE:8")
     assert choice.name == "learned+liere:8"
     built = choice.rotary(num_axes=2, num_heads=2, head_dim=16)
     assert (type(built), built.block_size) == (tr.LieRE, 8)
-    assert tr.parse_encoding(" learned + mixed").name == " learned + mixed"
+    assert tr.encodings.parse_encoding(" learned + mixed").name == " learned + mixed"
 
 
 def test_check_of_a_class_with_arguments_names_partial_and_dtypes_of_errors() -> None:

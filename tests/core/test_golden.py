@@ -31,7 +31,7 @@ def summary(values: Tensor) -> list[float]:
 def numbers(name: str, num_axes: int) -> dict[str, Any]:
     """Return the numbers of an encoding, drawn from seed 0."""
     torch.manual_seed(0)
-    choice = tr.parse_encoding(name)
+    choice = tr.encodings.parse_encoding(name)
     sizes = (4, 6, 5)[:num_axes]
     if choice.absolute is not None:
         absolute: AbsoluteEncoding = choice.absolute(sizes=sizes, dim=16)

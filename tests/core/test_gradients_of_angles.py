@@ -96,7 +96,7 @@ def test_empty_inputs() -> None:
 )
 def test_frequencies_as_arrays_give_the_angles(name: str) -> None:
     axes = 3 if name in ("mrope", "mrope-interleaved", "mhrope", "videorope") else 2
-    encoding = tr.parse_encoding(name).rotary(num_axes=axes, num_heads=6, head_dim=24)
+    encoding = tr.encodings.parse_encoding(name).rotary(num_axes=axes, num_heads=6, head_dim=24)
     if not encoding.has_frequencies:
         pytest.skip("blocks, not pairs")
     frequencies = encoding.frequencies_per_axis().detach().numpy()  # (axes, heads or 1, pairs)

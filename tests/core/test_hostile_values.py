@@ -16,7 +16,7 @@ from torchrope.encodings import Encoding
 from torchrope.ops import backends, native
 
 FAMILIES: dict[str, Callable[[], Encoding]] = {
-    name: lambda name=name, dim=dim: tr.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=dim)
+    name: lambda name=name, dim=dim: tr.encodings.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=dim)
     for name, dim in (
         ("axial", 8),
         ("mixed", 8),

@@ -178,7 +178,7 @@ def test_lookhere_masks_and_penalises_distance_per_head(fov: int) -> None:
         (lambda: tr.positions.circle_rope(2, 2, angle_weight=2.0), "angle_weight from 0 to 1, got 10.0 and 2.0"),
         (lambda: tr.encodings.LookHere(sizes=(2, 2), num_heads=2, fov=45), "fov must be 180 or 90 degrees, got 45"),
         (lambda: tr.encodings.LookHere(sizes=(2, 2), num_heads=2)(3), "LookHere needs 2 sizes, one per axis, got 1"),
-        (lambda: tr.parse_encoding("bias+lookhere"), "at most one absolute, one score bias"),
+        (lambda: tr.encodings.parse_encoding("bias+lookhere"), "at most one absolute, one score bias"),
     ],
 )
 def test_newer_encodings_refuse_invalid_arguments(call: Callable[[], object], message: str) -> None:

@@ -189,7 +189,7 @@ def test_wrap_maps_to_one_period_about_the_origin() -> None:
 
 @pytest.mark.parametrize("name", ["liere:4", "comrope-ld:4", "comrope-ap:2", "string", "axial", "learned+liere"])
 def test_on_circles_makes_any_encoding_periodic(name: str) -> None:
-    encoding = tr.parse_encoding(name).rotary(num_axes=3, num_heads=2, head_dim=12)
+    encoding = tr.encodings.parse_encoding(name).rotary(num_axes=3, num_heads=2, head_dim=12)
     positions = torch.tensor([[0.0, 1.0], [23.0, 2.0], [7.0, 3.0]])
     moved = positions + torch.tensor([[24.0, 0.0], [-48.0, 0.0], [0.0, 0.0]])
     first, second = (scores(encoding, tr.positions.to_circle(each, (24.0, None))) for each in (positions, moved))

@@ -107,7 +107,7 @@ def test_exact_products_do_not_round_values_or_gradients() -> None:
 @pytest.mark.usefixtures("tensor_cores")
 @pytest.mark.parametrize("name", ["liere:4", "comrope-ld:4", "string:4"])
 def test_reference_does_not_round_under_a_lower_matmul_precision(name: str) -> None:
-    encoding = tr.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=8)
+    encoding = tr.encodings.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=8)
     q, k, *upstream = torch.randn(4, 2, 2, 9, 8)
 
     def outcome(encoding: torch.nn.Module, dtype: torch.dtype) -> list[Tensor]:

@@ -70,20 +70,20 @@ def test_registered_name_takes_a_block_size_if_its_class_does() -> None:
     tr.register_encoding("blocks", Blocks)
     tr.register_encoding("package.module:Blocks", Blocks)
     for name in ("blocks:4", "BLOCKS:4", "package.module:Blocks:4"):
-        assert tr.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=8).block_size == 4
+        assert tr.encodings.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=8).block_size == 4
     tr.register_encoding("diagonal", Diagonal)
     with pytest.raises(
         ValueError, match=r"^diagonal must accept block_size to be named with a number, got 'diagonal:4'$"
     ):
-        tr.parse_encoding("diagonal:4")
+        tr.encodings.parse_encoding("diagonal:4")
     with pytest.raises(ValueError, match=r"one of none, .*, blocks, .*, got 'block'; did you mean 'blocks'\?$"):
-        tr.parse_encoding("block")
+        tr.encodings.parse_encoding("block")
 
 
 def test_registered_tables_and_biases_join_their_kind() -> None:
     tr.register_encoding("jitter-more", partial(tr.LearnedAPE, intensity=2.0))
     tr.register_encoding("offsets", tr.RelativePositionBias)
-    choice = tr.parse_encoding("offsets+jitter-more+mixed")
+    choice = tr.encodings.parse_encoding("offsets+jitter-more+mixed")
     assert choice.parts == [tr.LearnedAPE, tr.RelativePositionBias, tr.MixedRoPE]
     assert choice.absolute is not None
     assert choice.absolute(sizes=(2, 2), dim=4).intensity == 2.0  # type: ignore[attr-defined]
@@ -110,7 +110,7 @@ def test_registering_again_replaces_only_if_asked_to() -> None:
     tr.register_encoding("mine", Blocks)
     tr.register_encoding("mine", Blocks)
     tr.register_encoding("mine", tr.LearnedAPE, exist_ok=True)
-    assert tr.parse_encoding("mine").absolute is tr.LearnedAPE
+    assert tr.encodings.parse_encoding("mine").absolute is tr.LearnedAPE
     with pytest.raises(ValueError, match="name must not be in use, got 'axial'"):
         tr.register_encoding("axial", Blocks, exist_ok=True)
 

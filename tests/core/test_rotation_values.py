@@ -20,7 +20,7 @@ NAMES = ("axial", "mixed", "liere:4", "liere", "comrope-ap:4", "comrope-ld:8", "
 
 def make_rotation(name: str, positions: Tensor, **settings: object) -> Rotation:
     torch.manual_seed(0)
-    encoding = tr.parse_encoding(name).rotary(num_axes=2, num_heads=HEADS, head_dim=HEAD_DIM, **settings)
+    encoding = tr.encodings.parse_encoding(name).rotary(num_axes=2, num_heads=HEADS, head_dim=HEAD_DIM, **settings)
     return encoding(positions)
 
 
@@ -32,7 +32,7 @@ def positions(request: pytest.FixtureRequest) -> Tensor:
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_rotation_slices_equal_slices_of_the_result(name: str, shared: bool, positions: Tensor) -> None:
-    shares = takes(tr.parse_encoding(name).rotary, "shared_heads")
+    shares = takes(tr.encodings.parse_encoding(name).rotary, "shared_heads")
     rotation = make_rotation(name, positions, **({"shared_heads": shared} if shares else {}))
     q, k = torch.randn(2, BATCH, HEADS, TOKENS, HEAD_DIM)
     whole = tr.rotate(q, k, rotation)

@@ -100,7 +100,7 @@ def test_added_encoding_has_all_properties(sources: Path) -> None:
 from functools import partial
 import torchrope as tr
 print(tr.__file__)
-build = tr.parse_encoding("diagonal").rotary
+build = tr.encodings.parse_encoding("diagonal").rotary
 print(build(num_axes=2, num_heads=1, head_dim=4)([[1.0, 3.0]]).angles().tolist())
 for name in ("tensors are parameters or buffers", "rotations are orthogonal", "scores are relative where claimed"):
     tr.testing.PROPERTIES[name](partial(build, num_axes=2, num_heads=2, head_dim=8))

@@ -12,6 +12,7 @@ from chromium import BINARY, Chromium
 from torch import Tensor
 
 import torchrope as tr
+from torchrope.encodings import parse_encoding
 
 PAGE = Path(__file__).parents[2] / "docs/explore.html"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(BINARY is None, reason="chromium is not installed")]
@@ -100,7 +101,7 @@ def test_numbers_are_those_of_the_library(
 ) -> None:
     size, seed = 14, 3
     with_rotations(page, monkeypatch, seed)
-    encoding = tr.parse_encoding(name).rotary(num_axes=axes, num_heads=heads, head_dim=head_dim, **parameters)
+    encoding = parse_encoding(name).rotary(num_axes=axes, num_heads=heads, head_dim=head_dim, **parameters)
     shape = {"axes": axes, "heads": heads, "pairs": head_dim // 2, "size": size, "seed": seed} | parameters
     script = f"frequencies({name!r}, {shape})"
     shown = torch.tensor(page.run(script), dtype=torch.float64)  # (axes, heads or 1, pairs)
@@ -245,7 +246,7 @@ def test_shapes_that_the_library_refuses_are_refused_in_its_words(
     page: Chromium, name: str, shape: dict[str, int], parameters: dict[str, Any]
 ) -> None:
     with pytest.raises(ValueError, match=" must be ") as raised:
-        tr.parse_encoding(name).rotary(num_axes=shape["axes"], num_heads=6, head_dim=shape["head_dim"], **parameters)
+        parse_encoding(name).rotary(num_axes=shape["axes"], num_heads=6, head_dim=shape["head_dim"], **parameters)
     choose(page, a_encoding=name, **shape, **{f"a_{key}": value for key, value in parameters.items()})
     assert panel(page, "a", ".problem") == str(raised.value).partition(";")[0]
     assert not page.run("document.querySelector('.panel .results').checkVisibility()")

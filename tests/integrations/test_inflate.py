@@ -24,6 +24,7 @@ from transformers import (
 )
 
 import torchrope as tr
+from torchrope.encodings import parse_encoding
 
 OURS: dict[str, Any] = dict(patch_size=4, num_outputs=5, dim=32, depth=2, num_heads=2)
 ENCODINGS = [
@@ -192,7 +193,7 @@ def test_another_family_takes_the_rotation_over(family: str) -> None:
     model = tr.inflate(source, encoding=family)
     image = torch.randn(2, 3, 16, 8)
     same(model(stacked(image, 1)), source(image))
-    assert type(model.encodings[0]) is type(tr.parse_encoding(family).rotary(num_axes=3, num_heads=2, head_dim=16))
+    assert type(model.encodings[0]) is type(parse_encoding(family).rotary(num_axes=3, num_heads=2, head_dim=16))
 
 
 @pytest.mark.parametrize("encoding", ["learned+mixed", "liere:4", "none", "bias+comrope-ld:4", "axial"])

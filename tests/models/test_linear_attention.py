@@ -27,7 +27,7 @@ def quadratic(q: Tensor, k: Tensor, v: Tensor, turns: Tensor, key_turns: Tensor,
 
 
 def encoding_of(name: str, num_axes: int = 2) -> tr.Encoding:
-    return tr.parse_encoding(name).rotary(num_axes=num_axes, num_heads=2, head_dim=8).double()
+    return tr.encodings.parse_encoding(name).rotary(num_axes=num_axes, num_heads=2, head_dim=8).double()
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -26,7 +26,7 @@ class OwnAttention(nn.Module):
 
     def __init__(self, encoding: str) -> None:
         super().__init__()
-        self.encoding = tr.parse_encoding(encoding).rotary(num_axes=1, num_heads=2, head_dim=16)
+        self.encoding = tr.encodings.parse_encoding(encoding).rotary(num_axes=1, num_heads=2, head_dim=16)
         self.layer = Layer(32, 2, 32, dropout=0, drop_path=0, norm_eps=1e-6)
         self.inner = Placed()
 
@@ -36,7 +36,7 @@ class OwnAttention(nn.Module):
 
 
 class Placed(nn.Module):
-    def forward(self, packed: tr.Packed) -> Tensor:
+    def forward(self, packed: tr.positions.Packed) -> Tensor:
         return packed.positions
 
 

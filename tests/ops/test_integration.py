@@ -227,7 +227,7 @@ def test_gradients_of_matrices_and_vectors_add_up(b: int) -> None:
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_modes_and_tracers_see_the_operators(encoding: str) -> None:
-    made = tr.parse_encoding(encoding).rotary(num_axes=2, num_heads=2, head_dim=16)
+    made = tr.encodings.parse_encoding(encoding).rotary(num_axes=2, num_heads=2, head_dim=16)
     x, rotation = torch.randn(1, 2, 9, 16), made(tr.grid(3, 3)).detach()
     traced = make_fx(lambda y: tr.apply(y, rotation))(x)
     assert any(str(node.target).startswith("torchrope.rotate_") for node in traced.graph.nodes)

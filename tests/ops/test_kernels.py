@@ -271,7 +271,7 @@ def test_tokens_may_have_more_rows_than_a_panel(b: int, scores: bool, dtype: tor
 
 @pytest.mark.parametrize("name", ["comrope-ld:4", "comrope-ap:4", "string:4"])
 def test_rotations_of_one_encoding_share_their_basis(name: str) -> None:
-    encoding = tr.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=16).requires_grad_(False)
+    encoding = tr.encodings.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=16).requires_grad_(False)
     q, k = torch.randn(2, 2, 9, 16), torch.randn(2, 2, 5, 16)
     places = torch.rand(9, 2), torch.rand(5, 2)
     full = tr.rotate(q, k, encoding(places[0]), key_rotation=encoding(places[1]))
@@ -289,7 +289,7 @@ def test_rotations_of_one_encoding_share_their_basis(name: str) -> None:
 @pytest.mark.parametrize("name", ["comrope-ld:4", "comrope-ap:4", "string:4"])
 def test_gradients_to_two_equal_encodings_are_separate(name: str) -> None:
     """Bases that only happen to be equal: what each of the encodings gets is what it gets with both bases applied."""
-    one = tr.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=16)
+    one = tr.encodings.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=16)
     other = copy.deepcopy(one)
     q, k, upstream = torch.randn(2, 2, 9, 16), torch.randn(2, 2, 5, 16), torch.randn(2, 2, 9, 5)
     places = torch.rand(9, 2), torch.rand(5, 2)

@@ -66,7 +66,7 @@ def test_mixed_precision_equals_the_reference(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_replayed_cuda_graph_computes_with_new_inputs(name: str) -> None:
-    encoding = tr.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=32).to(DEVICE)
+    encoding = tr.encodings.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=32).to(DEVICE)
     positions = tr.grid(3, 5).to(DEVICE)
     q, k = torch.randn(2, 4, 2, 15, 32, device=DEVICE)
     upstream = torch.randn(2, 4, 2, 15, 32, device=DEVICE)
@@ -102,7 +102,7 @@ def test_vectors_beyond_32_bits(name: str) -> None:
     batch, tokens, heads, head_dim = 11000, 256, 12, 64
     if torch.cuda.get_device_properties(0).total_memory < 40e9:
         pytest.skip("needs 40 GB")
-    encoding = tr.parse_encoding(name).rotary(num_axes=2, num_heads=heads, head_dim=head_dim).to(DEVICE)
+    encoding = tr.encodings.parse_encoding(name).rotary(num_axes=2, num_heads=heads, head_dim=head_dim).to(DEVICE)
     q = torch.randn(batch, heads, tokens, head_dim, device=DEVICE, dtype=torch.bfloat16)
     assert q.numel() > 2**31
     with tr.backend("triton"), torch.no_grad():

@@ -67,7 +67,7 @@ def test_rotation_is_an_immutable_value() -> None:
 )
 def test_rotation_is_unchanged_when_its_inputs_change(name: str, backend: str) -> None:
     head_dim = 6 if name.endswith("3") else 8
-    encoding = tr.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=head_dim)
+    encoding = tr.encodings.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=head_dim)
     positions, q = torch.rand(9, 2), torch.randn(2, 2, 9, head_dim)
     turn = under(backend, encoding, positions)
     before, matrix = under(backend, tr.rotate, q, q, turn)[0].clone(), turn.matrix().clone()
@@ -82,7 +82,7 @@ def test_rotation_is_unchanged_when_its_inputs_change(name: str, backend: str) -
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("name", ["mixed", "comrope-ld:4", "comrope-ap:3", "string:4", "liere:4", "liere:3"])
 def test_positions_may_change_before_the_backward_pass(name: str, backend: str) -> None:
-    encoding = tr.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=12)
+    encoding = tr.encodings.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=12)
     q, places, found = torch.randn(2, 2, 9, 12), torch.rand(9, 2), []
     for change in (0.0, 1.0):
         positions = places.clone()
@@ -132,7 +132,7 @@ def test_batch_of_positions_must_match_the_vectors() -> None:
 @pytest.mark.parametrize("name", ["mixed", "liere:4", "comrope-ld:4", "string:4"])
 def test_rotate_one_equals_rotate(name: str, backend: str) -> None:
     """And with fewer rotations than heads, each turns a group."""
-    turn = under(backend, tr.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=8), tr.grid(3, 3))
+    turn = under(backend, tr.encodings.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=8), tr.grid(3, 3))
     q, k = torch.randn(2, 6, 9, 8), torch.randn(2, 2, 9, 8)
     together = under(backend, tr.rotate, q, k, turn)
     for x, expected in zip((q, k), together, strict=True):

@@ -21,7 +21,7 @@ KINDS: dict[str, Callable[[], tr.rotations.Rotation]] = {
 
 def encoding(name: str, *, learned: bool = False) -> Any:
     rotary_dim = {"rotary_dim": 15} if name == "liere:3" else {}
-    built = tr.parse_encoding(name).rotary(num_axes=1, num_heads=2, head_dim=16, **rotary_dim)
+    built = tr.encodings.parse_encoding(name).rotary(num_axes=1, num_heads=2, head_dim=16, **rotary_dim)
     return built.requires_grad_(learned)
 
 

@@ -1,8 +1,4 @@
-"""Sizes that only shrink: lines of code by folders, words of documentation, names at the top.
-
-A limit is lowered in the commit that removes, never raised. Where code moves to `examples` or `benchmarks`, the limit
-is the size that they may reach.
-"""
+"""Lines of folders, words of documentation, names at the top: limits lowered in the commit that removes, never raised."""
 
 from pathlib import Path
 
@@ -18,13 +14,13 @@ LINES = {
     "src/torchrope/ops": 6655,
     "src/torchrope/integrations src/torchrope/checkpoints": 6086,
     "lab/src": 24398,
-    "tests": 23826,
+    "tests": 23824,
     "lab/tests": 22360,
     "benchmarks": 4454,
     "examples": 1000,
 }
 WORDS = 28499
-NAMES = 47
+NAMES = 38
 
 
 def lines_of(folders: str) -> int:

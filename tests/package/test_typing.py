@@ -80,4 +80,4 @@ def test_users_program_passes_pyright(program: Path) -> None:
 
 
 def test_names_are_there() -> None:
-    assert {"__version__", "testing", "rotate", "LieRE", "swap"} <= {*torchrope.__all__} <= {*dir(torchrope)}
+    assert {"__version__", "rotate", "LieRE", "swap"} <= {*torchrope.__all__} <= {*dir(torchrope)}

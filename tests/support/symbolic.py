@@ -20,7 +20,7 @@ class Own(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(3, 16, 8, 8)
         self.qkv = nn.Linear(16, 48)
-        self.encoding = tr.parse_encoding(encoding).rotary(num_axes=2, num_heads=2, head_dim=8)
+        self.encoding = tr.encodings.parse_encoding(encoding).rotary(num_axes=2, num_heads=2, head_dim=8)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.patches(x)

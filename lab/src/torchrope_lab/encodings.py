@@ -34,7 +34,7 @@ _KINDS: dict[type, tuple[str, ...]] = {
 
 @as_mistake()
 def resolve_encoding(name: str) -> Choice:
-    """Parse a name as `torchrope.parse_encoding` does, also classes of loaded modules as "mypackage.module:Class"."""
+    """Parse a name of an encoding, in which a class of a loaded module is "mypackage.module:Class"."""
     # For example "learned+mypackage.module:Class", or "mypackage.module:Class:8" for a class that takes a block_size.
     user_defined = user_defined_parts(name)
     if not user_defined:
