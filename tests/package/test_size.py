@@ -1,4 +1,4 @@
-"""Lines of folders, words of documentation, names at the top: limits lowered in the commit that removes, never raised."""
+"""Lines of folders, words of documentation, names at the top: limits that are lowered by what is removed, never raised."""
 
 from pathlib import Path
 
