@@ -13,16 +13,15 @@ from torchrope.models import Swin, ViT
 from torchrope_lab.conclusion import join_names
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import resolve_encoding
-from torchrope_lab.results import Axis, Figure, Row
-from torchrope_lab.studies.engine.estimates import (
+from torchrope_lab.engine.estimates import (
     SIMULTANEOUS,
     correct,
     top1,
     with_interval,
 )
-from torchrope_lab.studies.engine.figures import TOP1_AXIS, figure
-from torchrope_lab.studies.engine.finetuning import ANGLE_COLUMN, BASELINE, TURN, fine_tuned
-from torchrope_lab.studies.engine.grid import (
+from torchrope_lab.engine.figures import TOP1_AXIS, figure
+from torchrope_lab.engine.finetuning import ANGLE_COLUMN, BASELINE, TURN, fine_tuned
+from torchrope_lab.engine.grid import (
     ABOUT_TOP1,
     TOP1_COLUMNS,
     OneFactor,
@@ -31,9 +30,10 @@ from torchrope_lab.studies.engine.grid import (
     change_columns,
     leads,
 )
-from torchrope_lab.studies.engine.reference import all_but
-from torchrope_lab.studies.engine.runs import Measure, Run, Trained
-from torchrope_lab.studies.engine.study import Lab
+from torchrope_lab.engine.reference import all_but
+from torchrope_lab.engine.runs import Measure, Run, Trained
+from torchrope_lab.engine.study import Lab
+from torchrope_lab.results import Axis, Figure, Row
 from torchrope_lab.training.evaluate import predict
 from torchrope_lab.training.initial import initialise
 from torchrope_lab.training.models import build_model
