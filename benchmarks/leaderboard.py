@@ -23,7 +23,7 @@ import numpy as np
 from readme import has_converged, table
 from rich.console import Console
 
-from torchrope_lab.engine.describe import describe_data
+from torchrope_lab.engine.descriptions import describe_data
 from torchrope_lab.engine.provenance import provenance
 from torchrope_lab.engine.runs import Run, Trained
 from torchrope_lab.engine.study import Lab

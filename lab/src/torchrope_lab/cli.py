@@ -18,8 +18,7 @@ from torchrope_lab.data.data_config import CropRatio, with_crop_ratio
 from torchrope_lab.files import EVALUATION
 from torchrope_lab.mistakes import Mistake, is_mistake
 from torchrope_lab.schema import PositiveFloat, PositiveInt
-from torchrope_lab.settings.arguments import as_list, nearest
-from torchrope_lab.settings.parser import REPLACED, Parsed, parse
+from torchrope_lab.settings.parser import REPLACED, Parsed, as_list, nearest, parse
 from torchrope_lab.training.signals import interrupted_by_signals
 
 HELP = """\
@@ -171,7 +170,7 @@ def _fail(command: str, error: object) -> int:
 
 
 def _add_dry_run(parser: Any) -> None:
-    from torchrope_lab.settings.arguments import ReadBefore
+    from torchrope_lab.settings.parser import ReadBefore
 
     listed = "list the runs, the estimated minutes and warnings; train and write nothing"
     parser.add_argument("--dry-run", action=ReadBefore, help=listed)
@@ -225,7 +224,7 @@ def _study(arguments: list[str]) -> int:
     check_studies(list(studies.values()), config)
     if config.checkpoint:
         from torchrope_lab.encodings import load_modules
-        from torchrope_lab.engine.checkpoint_option import encodings_of_runs
+        from torchrope_lab.engine.trained_models import encodings_of_runs
 
         load_modules(encodings_of_runs(config.checkpoint), parsed.allow)
     for name, study in studies.items():

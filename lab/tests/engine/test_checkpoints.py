@@ -15,10 +15,10 @@ from rich.console import Console
 import torchrope as tr
 from torchrope_lab.cli import main
 from torchrope_lab.data.data_config import data_config
-from torchrope_lab.engine.checkpoint_option import Site, encodings_of_runs, read_checkpoints
 from torchrope_lab.engine.estimates import row_of
 from torchrope_lab.engine.runs import Trained
 from torchrope_lab.engine.study import Lab, find_study, run_study
+from torchrope_lab.engine.trained_models import Site, encodings_of_runs, read_checkpoints
 from torchrope_lab.results import Findings
 from torchrope_lab.settings.run_config import ModelConfig, OptimConfig
 from torchrope_lab.settings.study_config import StudyConfig

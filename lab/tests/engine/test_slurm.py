@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from torchrope_lab.engine import workers
-from torchrope_lab.engine.slurm import parse_slurm, slurm_executor
-from torchrope_lab.settings.study_config import LabConfig
+from torchrope_lab.engine.slurm import slurm_executor
+from torchrope_lab.settings.study_config import LabConfig, parse_slurm
 
 
 def test_options_of_sbatch_are_numbers_and_words() -> None:

@@ -15,8 +15,8 @@ import torchrope as tr
 from torchrope.encodings import parse_encoding
 from torchrope.positions import grid
 from torchrope_lab.data.data_config import data_config
-from torchrope_lab.engine.checkpoint_option import Site
 from torchrope_lab.engine.study import Lab
+from torchrope_lab.engine.trained_models import Site
 from torchrope_lab.settings.run_config import ModelConfig, OptimConfig
 from torchrope_lab.settings.study_config import StudyConfig
 from torchrope_lab.studies import fourier

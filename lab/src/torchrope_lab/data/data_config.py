@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_origin, get_type_hints
 
-from torchrope_lab.mistakes import Mistake
+from torchrope_lab.mistakes import Mistake, closest, suggestion
 from torchrope_lab.modules import NAME, find_object, load_module
 from torchrope_lab.schema import (
     NOT_EMPTY,
@@ -23,7 +23,6 @@ from torchrope_lab.schema import (
     Settings,
     at_least,
 )
-from torchrope_lab.spelling import closest, suggestion
 
 Normalisation = Literal["measured", "imagenet", "half", "liere"]
 Interpolation = Literal["bilinear", "bicubic"]

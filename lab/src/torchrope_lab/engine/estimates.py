@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from torchrope_lab.conclusion import NOT_DIFFERENT, Conclusion, Interval, caveat, join_names, signed
-from torchrope_lab.engine.describe import label
+from torchrope_lab.engine.descriptions import label
 from torchrope_lab.engine.runs import Trained
 from torchrope_lab.results import Column, Row, Table
 from torchrope_lab.statistics import (

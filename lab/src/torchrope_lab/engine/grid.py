@@ -30,7 +30,6 @@ from torchrope_lab.engine.estimates import (
     verdict_of,
     with_interval,
 )
-from torchrope_lab.engine.feasible import feasible
 from torchrope_lab.engine.figures import TOP1_AXIS, figure
 from torchrope_lab.engine.reference import (
     AHEAD_OF_MIXED,
@@ -41,7 +40,7 @@ from torchrope_lab.engine.reference import (
     reference_of,
 )
 from torchrope_lab.engine.runs import MeasuresOf, Run, Trained
-from torchrope_lab.engine.study import Lab
+from torchrope_lab.engine.study import Lab, feasible
 from torchrope_lab.mistakes import Mistake
 from torchrope_lab.results import Axis, Column, Figure, Findings, Table
 from torchrope_lab.statistics import constant_accuracy

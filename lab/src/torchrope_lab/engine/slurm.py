@@ -1,4 +1,4 @@
-"""Run functions as Slurm jobs through submitit, and parse the options of --slurm."""
+"""Run functions as Slurm jobs through submitit."""
 
 from pathlib import Path
 from typing import Any
@@ -9,17 +9,6 @@ MOST_JOBS = 10**6
 """Jobs at a time without a limit."""
 SIGNAL_SECONDS = 120
 """Time between the signal to a job and its time limit."""
-
-
-def parse_slurm(text: str) -> dict[str, Any]:
-    """Parse options of sbatch, as in "partition=gpu,time=1440,gpus_per_node=8"."""
-    options: dict[str, Any] = {}
-    for part in text.split(","):
-        name, equals, value = part.strip().partition("=")
-        if not equals or not name or not value:
-            raise Mistake(f"--slurm must be NAME=VALUE,..., got {text!r}")
-        options[name.replace("-", "_")] = int(value) if value.isdecimal() else value
-    return options
 
 
 def slurm_executor(logs: Path, options: dict[str, Any], parallel: int | None = None) -> Any:

@@ -17,7 +17,8 @@ from rich.console import Console
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.sets import NAMES_DENSE
-from torchrope_lab.engine.describe import describe_data, describe_skipped
+from torchrope_lab.encodings import resolve_encoding
+from torchrope_lab.engine.descriptions import describe_data, describe_skipped
 from torchrope_lab.engine.dry_run import NotTrained, print_plan
 from torchrope_lab.engine.folds import in_folds, pooled
 from torchrope_lab.engine.provenance import provenance
@@ -301,3 +302,17 @@ def facts_of(
 def _settings(lab: Lab, study: Study) -> dict[str, Any]:
     settings = {**plain(lab.config), "encodings": list(lab.encodings)}
     return settings if study.needs_data else {name: settings[name] for name in ("encodings", *study.optional_settings)}
+
+
+def feasible(lab: Lab, runs: Iterable[Run], where: str = "") -> list[Run]:
+    """Return the runs whose model can be built; `lab.left_out` gets a reason, beginning with `where`, for others."""
+    feasible_runs = []
+    for run in runs:
+        resolve_encoding(run.encoding)
+        try:
+            lab.blueprint(run)
+        except ValueError as error:
+            lab.leave_out(f"{where}{run.encoding} is left out: {error}.")
+        else:
+            feasible_runs.append(run)
+    return feasible_runs

@@ -12,9 +12,9 @@ from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import load_modules
 from torchrope_lab.engine.executors import Handle, Item, LocalExecutor, Postponed, run_all, run_in_job
 from torchrope_lab.engine.runs import Job, Run, Store
-from torchrope_lab.engine.slurm import parse_slurm, slurm_executor
+from torchrope_lab.engine.slurm import slurm_executor
 from torchrope_lab.engine.study_progress import StudyProgress
-from torchrope_lab.settings.study_config import LabConfig
+from torchrope_lab.settings.study_config import LabConfig, parse_slurm
 from torchrope_lab.training.signals import interrupted_by_signals, raise_if_interrupted
 
 _POLL_SECONDS = 1.0

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from torchrope_lab.data.data_config import DataConfig, data_config
-from torchrope_lab.engine.slurm import parse_slurm
+from torchrope_lab.mistakes import Mistake
 from torchrope_lab.schema import DISTINCT, PositiveInt, Settings
 from torchrope_lab.settings.probes_config import ProbesConfig
 from torchrope_lab.settings.run_config import ExecutionConfig, ModelConfig, OptimConfig
@@ -25,6 +25,17 @@ def fitting(names: Sequence[str], data: DataConfig) -> list[str]:
         "+".join(reference_for(data) if part == LEARNED else part for part in name.split("+")) for name in names
     ]
     return list(dict.fromkeys(suitable))
+
+
+def parse_slurm(text: str) -> dict[str, Any]:
+    """Parse options of sbatch, as in "partition=gpu,time=1440,gpus_per_node=8"."""
+    options: dict[str, Any] = {}
+    for part in text.split(","):
+        name, equals, value = part.strip().partition("=")
+        if not equals or not name or not value:
+            raise Mistake(f"--slurm must be NAME=VALUE,..., got {text!r}")
+        options[name.replace("-", "_")] = int(value) if value.isdecimal() else value
+    return options
 
 
 @dataclass

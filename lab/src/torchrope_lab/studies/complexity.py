@@ -16,7 +16,7 @@ from torchrope.encodings import AbsoluteEncoding, Encoding, RelativePositionBias
 from torchrope.models import Swin, ViT
 from torchrope_lab import recipes
 from torchrope_lab.conclusion import join_names
-from torchrope_lab.engine.describe import label
+from torchrope_lab.engine.descriptions import label
 from torchrope_lab.engine.estimates import Columns, table_of
 from torchrope_lab.engine.figures import figure
 from torchrope_lab.engine.published import published

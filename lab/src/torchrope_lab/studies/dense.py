@@ -24,7 +24,6 @@ from torchrope_lab.engine.estimates import (
     verdict_of,
     with_interval,
 )
-from torchrope_lab.engine.feasible import feasible
 from torchrope_lab.engine.figures import line_figure
 from torchrope_lab.engine.reference import (
     WITH_SAME,
@@ -34,7 +33,7 @@ from torchrope_lab.engine.reference import (
     with_reference,
 )
 from torchrope_lab.engine.runs import Measure, Run, Trained
-from torchrope_lab.engine.study import Lab
+from torchrope_lab.engine.study import Lab, feasible
 from torchrope_lab.results import Axis, Column, Figure, Findings, Pictures, Table
 from torchrope_lab.settings.run_config import TASKS as TASK_OF_HEAD
 from torchrope_lab.settings.study_config import LEARNED

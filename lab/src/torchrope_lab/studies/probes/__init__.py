@@ -20,7 +20,7 @@ from torchrope.files import write_whole
 from torchrope.positions import grid
 from torchrope_lab.conclusion import Interval, join_names
 from torchrope_lab.encodings import load_modules
-from torchrope_lab.engine.describe import label
+from torchrope_lab.engine.descriptions import label
 from torchrope_lab.engine.dry_run import NotTrained
 from torchrope_lab.engine.estimates import (
     SIMULTANEOUS,
