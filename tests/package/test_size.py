@@ -17,13 +17,13 @@ LINES = {
     "src/torchrope": 21919,
     "src/torchrope/ops": 6655,
     "src/torchrope/integrations src/torchrope/checkpoints": 6086,
-    "lab/src": 24398,
+    "lab/src": 24332,
     "tests": 23826,
-    "lab/tests": 22360,
+    "lab/tests": 22356,
     "benchmarks": 4454,
     "examples": 1000,
 }
-WORDS = 28499
+WORDS = 28496
 NAMES = 47
 
 

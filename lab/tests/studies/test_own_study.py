@@ -27,7 +27,7 @@ SMALL = [
 @pytest.fixture
 def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The example of the page as a module in the working directory, which is not on the path."""
-    [block] = re.findall(r"```python\n(from torchrope_lab\.engine\.registry.*?)```", DOCS.read_text(), re.DOTALL)
+    [block] = re.findall(r"```python\n(from torchrope_lab\.engine\.grid.*?)```", DOCS.read_text(), re.DOTALL)
     (tmp_path / "own_patches.py").write_text(block)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])

@@ -1,1 +1,1 @@
-"""Shared code of the studies: settings, cached training runs, typed results."""
+"""How runs are run, shared and resumed, what is measured of them, and what studies have in common."""
