@@ -288,7 +288,7 @@ def main() -> int:
         return 1 if failures else 0
     far = [measure_far(name, distance) for name in FAMILIES for distance in DISTANCES]
     command = shlex.join(["python", "benchmarks/accuracy.py", *sys.argv[1:]])
-    from torchrope_lab.provenance import provenance  # tests of the library import this file without the laboratory
+    from torchrope_lab.engine.provenance import provenance  # the library's tests do without the laboratory
 
     source = {"command": command, "date": date.today().isoformat(), **provenance(("torch",))}
     kinds = [asdict(one) for one in checked]

@@ -23,7 +23,7 @@ from scipy.stats import norm
 
 from torchrope.files import write_whole
 from torchrope_lab.conclusion import BASELINE, Conclusion
-from torchrope_lab.provenance import provenance
+from torchrope_lab.engine.provenance import provenance
 from torchrope_lab.statistics import conclude
 
 ROOT = Path(__file__).parents[1]

@@ -23,7 +23,7 @@ import torchrope as tr
 from torchrope.files import write_whole
 from torchrope.models import vit
 from torchrope.models.layers import run_layer
-from torchrope_lab.timing import interleaved_seconds, milliseconds, ratio, threads
+from torchrope_lab.training.timing import interleaved_seconds, milliseconds, ratio, threads
 
 TARGET = Path(__file__).parent / "results" / "checkpointing.json"
 ENCODING, INPUT_SIZE = "liere:64", (224, 224)

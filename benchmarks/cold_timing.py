@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from torchrope_lab.timing import Name, Work, interleaved, malloc_thresholds, seconds_per_call
+from torchrope_lab.training.timing import Name, Work, interleaved, malloc_thresholds, seconds_per_call
 
 _BEYOND_CACHES = 64 * 2**20
 """Bytes, more than the caches of a processor."""

@@ -36,15 +36,15 @@ from torch.utils.data import DataLoader
 from torchrope_lab import recipes
 from torchrope_lab.data.augment import EpochSet
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import AugmentConfig, data_config
+from torchrope_lab.data.data_config import AugmentConfig, data_config
 from torchrope_lab.data.loading import collate_once
 from torchrope_lab.data.tensors import image_sets
-from torchrope_lab.provenance import provenance
-from torchrope_lab.timing import quartiles
-from torchrope_lab.training.config import RunConfig
+from torchrope_lab.engine.provenance import provenance
+from torchrope_lab.settings.run_config import RunConfig
 from torchrope_lab.training.cost import count_flops
 from torchrope_lab.training.models import build_model
 from torchrope_lab.training.run import read_config
+from torchrope_lab.training.timing import quartiles
 from torchrope_lab.training.watch import BACKWARD_AND_FORWARD
 
 PEAK_TFLOPS = 989.0

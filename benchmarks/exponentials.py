@@ -20,7 +20,7 @@ from torch import Tensor
 import torchrope as tr
 from torchrope.files import write_whole
 from torchrope.ops import native
-from torchrope_lab.timing import Work, interleaved_seconds, milliseconds, ratio, threads
+from torchrope_lab.training.timing import Work, interleaved_seconds, milliseconds, ratio, threads
 
 TARGET = Path(__file__).parent / "results" / "exponentials.json"
 POSITIONS: dict[str, Callable[[int], Tensor]] = {

@@ -32,7 +32,7 @@ from torch.utils.data import TensorDataset
 import torchrope as tr
 from torchrope.files import write_whole
 from torchrope_lab.conclusion import Interval
-from torchrope_lab.provenance import provenance
+from torchrope_lab.engine.provenance import provenance
 from torchrope_lab.statistics import accuracy_interval, differences
 
 ROOT = Path(__file__).parents[1]

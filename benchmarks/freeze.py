@@ -18,7 +18,7 @@ from torch import nn
 
 import torchrope as tr
 from torchrope.files import write_whole
-from torchrope_lab.timing import Work, interleaved_seconds, ratio, threads
+from torchrope_lab.training.timing import Work, interleaved_seconds, ratio, threads
 
 ENCODINGS = ("axial", "mixed", "comrope-ld", "string", "liere:8", "liere:64")
 INPUT_SIZE = (224, 224)

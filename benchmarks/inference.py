@@ -21,7 +21,7 @@ import transformers
 
 import torchrope as tr
 from torchrope.files import write_whole
-from torchrope_lab.timing import interleaved_seconds, ratio
+from torchrope_lab.training.timing import interleaved_seconds, ratio
 
 TARGET = Path(__file__).parent / "results" / "inference.json"
 IMAGE = (3, 224, 224)

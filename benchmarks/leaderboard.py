@@ -23,13 +23,13 @@ import numpy as np
 from readme import has_converged, table
 from rich.console import Console
 
-from torchrope_lab.options import parse
-from torchrope_lab.provenance import provenance
+from torchrope_lab.engine.descriptions import describe_data
+from torchrope_lab.engine.provenance import provenance
+from torchrope_lab.engine.runs import Run, Trained
+from torchrope_lab.engine.study import Lab
 from torchrope_lab.results import write_json
-from torchrope_lab.studies.describe import describe_data
-from torchrope_lab.studies.engine.config import StudyConfig
-from torchrope_lab.studies.engine.runs import Run, Trained
-from torchrope_lab.studies.engine.study import Lab
+from torchrope_lab.settings.parser import parse
+from torchrope_lab.settings.study_config import StudyConfig
 from torchrope_lab.training.optim import encoding_parameters
 
 TITLE = "Eight encodings, small models trained to convergence, two cores"

@@ -13,7 +13,7 @@ import torch
 from measuring import peak_bytes, slope
 
 import torchrope as tr
-from torchrope_lab.timing import Work, interleaved_seconds, milliseconds, threads
+from torchrope_lab.training.timing import Work, interleaved_seconds, milliseconds, threads
 
 AXES = 3
 

@@ -11,7 +11,7 @@ from suite_results import Operation
 from torch import Tensor
 
 from torchrope.rotating import rotate
-from torchrope_lab.timing import Quartiles, Work, interleaved_seconds, quartiles, ratio
+from torchrope_lab.training.timing import Quartiles, Work, interleaved_seconds, quartiles, ratio
 
 SHAPES = ((8, 12, 65, 64), (1, 12, 197, 64), (8, 12, 197, 64), (1, 16, 1024, 64))
 """(batch, heads, tokens, head_dim)."""

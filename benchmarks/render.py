@@ -16,7 +16,7 @@ from torchrope_lab.files import read_mapping
 from torchrope_lab.report.plots import plot, svg
 from torchrope_lab.report.tables import format_table, written
 from torchrope_lab.results import Axis, Column, Figure, Row, Table, Value
-from torchrope_lab.timing import Quartiles
+from torchrope_lab.training.timing import Quartiles
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu.json"

@@ -7,7 +7,7 @@ from operation import CALL, FORWARD, FORWARD_COMPLEX, LEARNED, SHAPES, SHARED, S
 from peers import COMPLEX, MATRIX_EXP, TIMM
 from suite_results import Growth, Operation, Peak, RowResult, SpeedResults, Training
 
-from torchrope_lab.timing import Quartiles, quartiles
+from torchrope_lab.training.timing import Quartiles, quartiles
 
 BENCH_ENCODINGS = ("axial", "mixed", "liere:8", "liere:64", "comrope-ap:8", "comrope-ld:8")
 TRAINING_ENCODINGS = ("mixed", "comrope-ap:8", "comrope-ld:8", "liere:8", "liere:64")

@@ -27,8 +27,8 @@ from suite_results import (
 from torch.nn import functional
 
 from torchrope.models import ViT
-from torchrope_lab.provenance import provenance
-from torchrope_lab.timing import Quartiles, interleaved_seconds, milliseconds, ratio, threads
+from torchrope_lab.engine.provenance import provenance
+from torchrope_lab.training.timing import Quartiles, interleaved_seconds, milliseconds, ratio, threads
 
 PACKAGES = ("torch", "triton", "timm", "rotary-embedding-torch", "numpy")
 _NO_ENCODING = "none"

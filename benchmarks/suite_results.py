@@ -10,7 +10,7 @@ from setting import Setting
 from torchrope.files import write_whole
 from torchrope_lab.files import read_mapping
 from torchrope_lab.schema import build
-from torchrope_lab.timing import Quartiles
+from torchrope_lab.training.timing import Quartiles
 
 VERSION = 1
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchrope_lab import recipes
-from torchrope_lab.studies.engine.published import cite, claims, errata, results_of
+from torchrope_lab.engine.published import cite, claims, errata, results_of
 
 DOCS = Path(__file__).parent
 START = "<!-- python docs/tables.py writes the rest -->\n"

@@ -22,12 +22,12 @@ from torch import nn
 import torchrope as tr
 from torchrope.files import write_whole
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import data_config
+from torchrope_lab.data.data_config import data_config
 from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.provenance import provenance
+from torchrope_lab.engine.provenance import provenance
+from torchrope_lab.settings.run_config import OptimConfig
 from torchrope_lab.statistics import accuracy_interval, difference_interval
 from torchrope_lab.training.classifier import Classifier
-from torchrope_lab.training.config import OptimConfig
 from torchrope_lab.training.evaluate import predict
 from torchrope_lab.training.run import QUIET, lightning_quiet
 

@@ -20,10 +20,10 @@ from torchrope.files import UNFINISHED, write_whole
 from torchrope_lab import cli
 from torchrope_lab.cli import main
 from torchrope_lab.conclusion import Conclusion
-from torchrope_lab.data.config import options, settings_of
+from torchrope_lab.data.data_config import options, settings_of
 from torchrope_lab.files import read_curve
 from torchrope_lab.results import Row, StudyResult, Table
-from torchrope_lab.training.config import ExecutionConfig, RunConfig
+from torchrope_lab.settings.run_config import ExecutionConfig, RunConfig
 from torchrope_lab.training.run import train
 
 OF_TRAIN = [
@@ -167,7 +167,7 @@ def test_interrupted_comparison_reports_its_finished_runs(
     find = compare.findings
     monkeypatch.setattr(compare, "findings", lambda results: written.append(len(results.measured)) or find(results))
     with monkeypatch.context() as stopping:
-        stopping.setattr("torchrope_lab.studies.engine.runs.train", stop)
+        stopping.setattr("torchrope_lab.engine.runs.train", stop)
         assert run(*command)[0] == 130
     status, printed, _ = run("report", tmp_path)
     assert status == 0
@@ -263,7 +263,7 @@ def test_compare_applies_execution_settings_and_resumes_older_folders(
         write_whole(folder / "checkpoint.ckpt", b"")
         raise Enough(config.run)
 
-    monkeypatch.setattr("torchrope_lab.studies.engine.runs.train", stop)
+    monkeypatch.setattr("torchrope_lab.engine.runs.train", stop)
     out, mine = tmp_path / "out", tmp_path / "mine.yaml"
     mine.write_text("run: {precision: bf16, checkpoint_every: 5}\n")
     command = ["compare", *SMALL, "--encodings=none", "--out", out]
@@ -688,7 +688,7 @@ def test_file_names_the_data_set_and_its_settings(run, tmp_path, capsys):
 def test_settings_of_other_studies_are_refused(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("torchrope_lab.studies.engine.study.run_study", lambda *_, **__: None)
+    monkeypatch.setattr("torchrope_lab.engine.study.run_study", lambda *_, **__: None)
     status, _, told = run("study", "accuracy,shuffle", "--probes.steps", "3", "--dry-run")
     assert status == 2
     assert told == "torchrope study: --probes.steps is for the studies probes, got accuracy, shuffle\n"

@@ -11,11 +11,10 @@ import yaml
 import torchrope as tr
 from torchrope.encodings.names import BUILT_IN, KINDS
 from torchrope_lab.cli import main
-from torchrope_lab.descriptions import description_of
 from torchrope_lab.encodings import load_modules, resolve_encoding, user_defined_parts
+from torchrope_lab.engine.descriptions import description_of, label
 from torchrope_lab.results import StudyResult
-from torchrope_lab.studies.describe import label
-from torchrope_lab.training.config import ModelConfig
+from torchrope_lab.settings.run_config import ModelConfig
 from torchrope_lab.training.models import _rotary
 from torchrope_lab.training.run import load
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import torchrope as tr
-from torchrope_lab.data.config import data_sets_with
-from torchrope_lab.registry import STUDIES
+from torchrope_lab.data.data_config import data_sets_with
+from torchrope_lab.engine.registry import STUDIES
 from torchrope_lab.results import StudyResult
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -1,4 +1,4 @@
-"""Lines of folders, words of documentation, names at the top: limits that are lowered by what is removed, never raised."""
+"""Lines of folders, words of documentation, names at the top: limits, lowered by what leaves and never raised."""
 
 from pathlib import Path
 
@@ -10,16 +10,16 @@ ROOT = Path(__file__).parents[2]
 CODE = {".py", ".c", ".h", ".js", ".css", ".html", ".yaml", ".svg"}
 
 LINES = {
-    "src/torchrope": 21919,
-    "src/torchrope/ops": 6655,
+    "src/torchrope": 21915,
+    "src/torchrope/ops": 6653,
     "src/torchrope/integrations src/torchrope/checkpoints": 6086,
-    "lab/src": 24398,
+    "lab/src": 24332,
     "tests": 23824,
-    "lab/tests": 22360,
+    "lab/tests": 22356,
     "benchmarks": 4454,
     "examples": 1000,
 }
-WORDS = 28499
+WORDS = 28496
 NAMES = 38
 
 

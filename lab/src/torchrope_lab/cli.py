@@ -14,12 +14,11 @@ from types import NoneType
 from typing import Any, Literal
 
 from torchrope_lab import recipes
-from torchrope_lab.arguments import as_list, nearest
-from torchrope_lab.data.config import CropRatio, with_crop_ratio
+from torchrope_lab.data.data_config import CropRatio, with_crop_ratio
 from torchrope_lab.files import EVALUATION
 from torchrope_lab.mistakes import Mistake, is_mistake
-from torchrope_lab.options import REPLACED, Parsed, parse
 from torchrope_lab.schema import PositiveFloat, PositiveInt
+from torchrope_lab.settings.parser import REPLACED, Parsed, as_list, nearest, parse
 from torchrope_lab.training.signals import interrupted_by_signals
 
 HELP = """\
@@ -171,7 +170,7 @@ def _fail(command: str, error: object) -> int:
 
 
 def _add_dry_run(parser: Any) -> None:
-    from torchrope_lab.arguments import ReadBefore
+    from torchrope_lab.settings.parser import ReadBefore
 
     listed = "list the runs, the estimated minutes and warnings; train and write nothing"
     parser.add_argument("--dry-run", action=ReadBefore, help=listed)
@@ -179,7 +178,7 @@ def _add_dry_run(parser: Any) -> None:
 
 @interrupted_by_signals()
 def _compare(arguments: list[str]) -> int:
-    from torchrope_lab.studies.config import CompareConfig
+    from torchrope_lab.settings.compare_config import CompareConfig
 
     parsed = parse("compare", COMPARE, CompareConfig, arguments, _add_dry_run)
     _find_encodings_of(parsed, "encodings")
@@ -197,9 +196,9 @@ def _study(arguments: list[str]) -> int:
     if "--list" in arguments:
         return _list_studies()
     names, *options = _with_names_first(arguments)
-    from torchrope_lab.registry import check_supported, suitable
-    from torchrope_lab.studies.engine.config import StudyConfig
-    from torchrope_lab.training.config import changed, plain
+    from torchrope_lab.engine.registry import check_supported, suitable
+    from torchrope_lab.settings.run_config import changed, plain
+    from torchrope_lab.settings.study_config import StudyConfig
 
     adding = [re.sub(r"^--checkpoint(?==|$)", "--checkpoint+", word) for word in options]  # every one adds to the list
     parsed = parse("study", STUDY, StudyConfig, adding, _add_dry_run, "NAME[,NAME] [options]")
@@ -208,7 +207,7 @@ def _study(arguments: list[str]) -> int:
     _find_encodings_of(parsed, "reference")
     from rich.console import Console
 
-    from torchrope_lab.studies.engine.study import check_studies, find_study, run_study
+    from torchrope_lab.engine.study import check_studies, find_study, run_study
 
     studies = {name: find_study(name) for name in (suitable(config.data.name) if names == "all" else names.split(","))}
     if names == "all" and (without := [name for name, study in studies.items() if not study.supports(config.data)]):
@@ -225,7 +224,7 @@ def _study(arguments: list[str]) -> int:
     check_studies(list(studies.values()), config)
     if config.checkpoint:
         from torchrope_lab.encodings import load_modules
-        from torchrope_lab.studies.engine.checkpoints import encodings_of_runs
+        from torchrope_lab.engine.trained_models import encodings_of_runs
 
         load_modules(encodings_of_runs(config.checkpoint), parsed.allow)
     for name, study in studies.items():
@@ -235,7 +234,7 @@ def _study(arguments: list[str]) -> int:
 
 
 def _list_studies() -> int:
-    from torchrope_lab.registry import STUDIES
+    from torchrope_lab.engine.registry import STUDIES
 
     for name, study in STUDIES.items():
         print(f"{name}\n  {study.question}\n  {study.sources}")
@@ -251,7 +250,7 @@ def _print_table(rows: dict[str, str]) -> None:
 
 def _with_names_first(arguments: list[str]) -> list[str]:
     """Check that the names of studies come first; without names there is only --help."""
-    from torchrope_lab.registry import STUDIES
+    from torchrope_lab.engine.registry import STUDIES
 
     if arguments and not arguments[0].startswith("-"):
         for name in arguments[0].split(","):
@@ -268,7 +267,7 @@ def _with_names_first(arguments: list[str]) -> list[str]:
 def _parse_train(arguments: Sequence[str]) -> Parsed[Any]:
     from pytorch_lightning import Trainer
 
-    from torchrope_lab.training.config import RunConfig
+    from torchrope_lab.settings.run_config import RunConfig
 
     def add(parser: Any) -> None:
         parser.set_defaults({"run.logs": ["csv", "tensorboard"]})
@@ -368,7 +367,7 @@ def _add_evaluate_options(parser: Any) -> None:
 def _evaluate(arguments: list[str]) -> int:
     from torchrope.files import write_whole
     from torchrope_lab.results import clean
-    from torchrope_lab.training.config import EvaluationConfig
+    from torchrope_lab.settings.run_config import EvaluationConfig
 
     parsed = parse("evaluate", EVALUATE, EvaluationConfig, arguments, _add_evaluate_options, "folder [options]")
     options = parsed.options
@@ -407,7 +406,7 @@ def _evaluate_run(parsed: Parsed[Any]) -> tuple[Any, dict[str, Any]]:
         return data, _measured(parsed, model, data)
     of_classification = ("sizes", "window_size", "positions")
     _refuse(parsed, of_classification, f"classification, got a run with head {config.model.head}")
-    from torchrope_lab.studies.engine.dense_tasks import evaluate_dense
+    from torchrope_lab.engine.dense_tasks import evaluate_dense
 
     augmentation = {name: value for name in _OF_SEGMENTATION if (value := getattr(options, name))}
     return data, {**evaluate_dense(model.eval(), task, data, **augmentation), **augmentation}
@@ -422,7 +421,7 @@ def _refuse(parsed: Parsed[Any], settings: Sequence[str], rule: str) -> None:
 
 def _evaluate_checkpoint(parsed: Parsed[Any]) -> tuple[Any, dict[str, Any]]:
     """Measure a published checkpoint; return its data and the measures."""
-    from torchrope_lab.training.published import load_checkpoint
+    from torchrope_lab.training.published_checkpoint import load_checkpoint
 
     options, config = parsed.options, parsed.config.data
     _refuse(parsed, _OF_SEGMENTATION, "semantic segmentation, got the file of a classifier's checkpoint")
@@ -450,7 +449,7 @@ def _load_option(text: str) -> tuple[str, Any]:
 
 def _measured(parsed: Parsed[Any], model: Any, data: Any) -> dict[str, Any]:
     """Measure a classifier; return the measures with the options given."""
-    from torchrope_lab.studies.config import SCALES
+    from torchrope_lab.settings.compare_config import SCALES
     from torchrope_lab.training.evaluate import evaluate, scaled_sizes, windows_at
     from torchrope_lab.training.sizes import size_of
 
@@ -480,7 +479,7 @@ def _report(arguments: list[str]) -> int:
         parser.add_argument("--export", type=Path, metavar="DIR", help=export)
 
     options = parse("report", REPORT, NoneType, arguments, add, "[OUT] [options]").options
-    from torchrope_lab.studies.run_table import write_run
+    from torchrope_lab.engine.run_table import write_run
 
     write_run(options.out)
     if options.export is not None:
@@ -501,7 +500,7 @@ def _recipes(arguments: list[str]) -> int:
     if name is not None:
         if name not in names:
             raise Mistake(f"NAME must be one that `torchrope recipes` lists, got {name!r}{nearest(name, names)}")
-        from torchrope_lab.studies.engine.published import cite, results_of
+        from torchrope_lab.engine.published import cite, results_of
 
         recipe = recipes.find(name)
         results = [

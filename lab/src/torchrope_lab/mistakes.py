@@ -1,6 +1,7 @@
 """Tell a user's mistake, which is reported in one line, from a bug, which keeps its traceback."""
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -28,3 +29,13 @@ def is_mistake(error: BaseException) -> bool:
     if isinstance(error, ModuleNotFoundError):
         return error.name is not None and not error.name.startswith("torchrope")
     return isinstance(error, OSError | Mistake)
+
+
+def closest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """Return the known name that is spelled most like a word, None if none has difflib's ratio `cutoff`."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), None)
+
+
+def suggestion(name: str | None) -> str:
+    """Return the end of an error message that suggests a name, "; did you mean 'liere'?", empty for None."""
+    return "" if name is None else f"; did you mean {name!r}?"

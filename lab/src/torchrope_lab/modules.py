@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
-from torchrope_lab.mistakes import Mistake
-from torchrope_lab.spelling import closest, suggestion
+from torchrope_lab.mistakes import Mistake, closest, suggestion
 
 NAME = re.compile(r"(?!(?:hf|webdataset):)([^:]+\.py|(?:[^\W\d]\w*\.)*[^\W\d]\w*):([^\W\d][\w-]*)")
 

@@ -9,8 +9,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, make_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from torchrope_lab.mistakes import Mistake
-from torchrope_lab.spelling import closest, suggestion
+from torchrope_lab.mistakes import Mistake, closest, suggestion
 
 Kind = TypeVar("Kind")
 

@@ -23,7 +23,7 @@ from torchrope.ops import native
 from torchrope.ops.backends import current
 from torchrope.rotations import Block, Rotation
 from torchrope.testing import assert_close
-from torchrope_lab.timing import Quartiles
+from torchrope_lab.training.timing import Quartiles
 
 SMALL = Setting(batch=2, heads=2, tokens=10, head_dim=8)
 

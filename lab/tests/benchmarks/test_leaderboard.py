@@ -15,7 +15,7 @@ import pytest
 from readme import answers
 
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import data_config
+from torchrope_lab.data.data_config import data_config
 from torchrope_lab.encodings import resolve_encoding
 
 TINY = "--data digits --data.train_size 60 --data.val_size 40 --epochs 2 --model.depth 1"

@@ -22,9 +22,9 @@ from suite import Plan, run_suite, standard_plan
 from suite_results import RowResult, Suite, Training, read_results, write_results
 from torch import Tensor
 
-from torchrope_lab import timing
 from torchrope_lab.report.tables import written
-from torchrope_lab.timing import Quartiles, interleaved_seconds
+from torchrope_lab.training import timing
+from torchrope_lab.training.timing import Quartiles, interleaved_seconds
 
 ROOT = Path(__file__).parents[3]
 

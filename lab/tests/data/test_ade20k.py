@@ -10,9 +10,9 @@ from miniatures import MINIATURES, ade20k, encoded, index_mask, picture, png, se
 from PIL import Image
 from torchvision.transforms import v2
 
+from torchrope_lab.data.boxes_and_maps import FileSet
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import AugmentConfig, data_config
-from torchrope_lab.data.dense import FileSet
+from torchrope_lab.data.data_config import AugmentConfig, data_config
 from torchrope_lab.data.faults import TooManyFaults
 from torchrope_lab.data.maps import MapModule
 

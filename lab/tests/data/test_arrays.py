@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torchrope_lab.data.tables import read_arrays
+from torchrope_lab.data.table_files import read_arrays
 
 
 class Cycle:

@@ -15,12 +15,12 @@ from training_path import train_two_steps
 from torchrope_lab.data import augment
 from torchrope_lab.data.augment import EpochSet
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import AugmentConfig, data_config
+from torchrope_lab.data.data_config import AugmentConfig, data_config
 from torchrope_lab.data.draws import Draws, seeded
 from torchrope_lab.data.sets import DATA_NAMES
 from torchrope_lab.data.tensors import TensorSet, image_sets
+from torchrope_lab.settings.run_config import OptimConfig
 from torchrope_lab.training.classifier import Classifier
-from torchrope_lab.training.config import OptimConfig
 
 pytestmark = pytest.mark.usefixtures("published_miniatures")
 

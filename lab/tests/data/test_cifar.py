@@ -15,7 +15,7 @@ from torchvision import datasets as torchvision_datasets
 
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.cifar import Cifar10, Cifar100
-from torchrope_lab.data.config import data_config
+from torchrope_lab.data.data_config import data_config
 
 pytestmark = pytest.mark.usefixtures("published_miniatures")
 

@@ -13,10 +13,10 @@ import torch
 from miniatures import COCO_CATEGORIES, coco, encoded, picture, write
 from pycocotools.coco import COCO
 
+from torchrope_lab.data.boxes_and_maps import FileSet
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.coco import Coco
-from torchrope_lab.data.config import AugmentConfig, data_config
-from torchrope_lab.data.dense import FileSet
+from torchrope_lab.data.data_config import AugmentConfig, data_config
 from torchrope_lab.data.faults import TooManyFaults
 
 TRAIN = "annotations/instances_train2017.json"

@@ -18,7 +18,7 @@ from PIL import EpsImagePlugin, Image
 
 from torchrope_lab.data import folders, images
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import (
+from torchrope_lab.data.data_config import (
     AugmentConfig,
     data_config,
     data_sets_with,
@@ -32,7 +32,7 @@ from torchrope_lab.data.motion import FRAMES, VELOCITIES, Motion, make_clips, re
 from torchrope_lab.data.sets import DATA_NAMES, NAMES_DENSE
 from torchrope_lab.data.tensors import balanced_subset
 from torchrope_lab.data.transforms import resize, resize_bytes, shuffle_patches
-from torchrope_lab.training.config import RunConfig, plain, read_config
+from torchrope_lab.settings.run_config import RunConfig, plain, read_config
 
 pytestmark = pytest.mark.usefixtures("published_miniatures")
 
@@ -205,7 +205,7 @@ def test_data_config_survives_a_round_trip(name):
 
 
 def test_config_module_does_not_import_torch():
-    code = "import sys, torchrope_lab.data.config; sys.exit('torch' in sys.modules)"
+    code = "import sys, torchrope_lab.data.data_config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -10,10 +10,8 @@ from miniatures import MINIATURES
 from torchvision import tv_tensors
 from torchvision.ops import masks_to_boxes
 
-from torchrope_lab.data import dense
-from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import AugmentConfig, data_config
-from torchrope_lab.data.dense import (
+from torchrope_lab.data import boxes_and_maps as dense
+from torchrope_lab.data.boxes_and_maps import (
     DenseModule,
     DenseSet,
     compose,
@@ -21,6 +19,8 @@ from torchrope_lab.data.dense import (
     large_scale_jitter,
     to_boxes,
 )
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.data_config import AugmentConfig, data_config
 from torchrope_lab.data.sets import NAMES_DENSE
 from torchrope_lab.data.tensors import Normalise
 

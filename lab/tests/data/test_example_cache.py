@@ -17,7 +17,7 @@ from volume_files import head, nifti_folder, rsna_folder, write_nifti
 
 from torchrope_lab.data import cache, dicom, faults, images, maps, videos, volumes
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import AugmentConfig, data_config
+from torchrope_lab.data.data_config import AugmentConfig, data_config
 from torchrope_lab.data.datamodule import DataModule
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

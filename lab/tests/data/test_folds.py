@@ -10,7 +10,7 @@ from miniatures import MINIATURES, OPTIONS, imagenet_shards
 from volume_files import rsna_folder
 
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import data_config
+from torchrope_lab.data.data_config import data_config
 from torchrope_lab.data.tensors import split_for_tuning
 
 pytestmark = pytest.mark.usefixtures("published_miniatures")

@@ -17,10 +17,10 @@ from PIL import Image
 
 from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import data_config
+from torchrope_lab.data.data_config import data_config
+from torchrope_lab.engine.runs import Run
 from torchrope_lab.results import StudyResult
-from torchrope_lab.studies.engine.runs import Run
-from torchrope_lab.training.config import RunConfig, plain, read_config
+from torchrope_lab.settings.run_config import RunConfig, plain, read_config
 
 datasets = pytest.importorskip("datasets")
 

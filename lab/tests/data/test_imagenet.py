@@ -14,7 +14,7 @@ from webdataset.tariterators import group_by_keys, tar_file_iterator
 
 from torchrope_lab.data import shards as module
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import data_config
+from torchrope_lab.data.data_config import data_config
 from torchrope_lab.data.faults import TooManyFaults
 from torchrope_lab.data.shards import SHARDS_AT_ONCE, ShardOrder, index_shards
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import data_config
+from torchrope_lab.data.data_config import data_config
 from torchrope_lab.modules import load_module, loaded_module
 
 FILE = Path(__file__).parents[3] / "examples/sources.py"

@@ -25,7 +25,7 @@ from torchvision.transforms.v2 import functional as image_ops
 from torchrope_lab.data import images
 from torchrope_lab.data.augment import read_batch
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import data_config
+from torchrope_lab.data.data_config import data_config
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.draws import Draws
 from torchrope_lab.data.images import ImageSet, decode_bytes, load_image

@@ -10,10 +10,10 @@ from miniatures import csv_text, npz_content, point_columns, points, write
 from torch import Tensor
 
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import AugmentConfig, data_config
+from torchrope_lab.data.data_config import AugmentConfig, data_config
 from torchrope_lab.data.draws import Draws
 from torchrope_lab.data.faults import find_faults
-from torchrope_lab.data.tables import read_table
+from torchrope_lab.data.table_files import read_table
 from torchrope_lab.data.tokens import Cloud, CloudSet, RotationPlane, augment_points, measure_tokens, normal
 from torchrope_lab.data.transforms import shuffle_positions
 

@@ -14,7 +14,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as image_ops
 
 from torchrope_lab.data.augment import EpochSet, transform
-from torchrope_lab.data.config import AugmentConfig
+from torchrope_lab.data.data_config import AugmentConfig
 from torchrope_lab.data.draws import Draws
 from torchrope_lab.data.randaugment import (
     LIERE_STRENGTHS,

@@ -6,7 +6,7 @@ from timm.data.distributed_sampler import RepeatAugSampler
 from torch.utils.data import DistributedSampler
 
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import data_config
+from torchrope_lab.data.data_config import data_config
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.repeated import Repeated, example_of
 

@@ -11,7 +11,7 @@ from torchvision.transforms import InterpolationMode, v2
 from video_files import encode
 
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import data_config, with_crop_ratio
+from torchrope_lab.data.data_config import data_config, with_crop_ratio
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.videos import read_clips
 from torchrope_lab.training.evaluate import data_at_size

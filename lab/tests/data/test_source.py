@@ -12,9 +12,9 @@ import yaml
 
 from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import data_config
+from torchrope_lab.data.data_config import data_config
 from torchrope_lab.modules import load_module
-from torchrope_lab.training.config import RunConfig, plain, read_config
+from torchrope_lab.settings.run_config import RunConfig, plain, read_config
 
 MODULE = '''
 from pathlib import Path

@@ -10,7 +10,7 @@ from PIL import Image
 
 from torchrope_lab.data import images
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import data_config
+from torchrope_lab.data.data_config import data_config
 
 
 def line_art(mode: str, dtype: type = np.uint8) -> tuple[np.ndarray, np.ndarray]:

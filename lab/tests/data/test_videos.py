@@ -18,12 +18,12 @@ from torchrope_lab import recipes
 from torchrope_lab.data import videos
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.clips import crop_corners, test_frames, training_frames
-from torchrope_lab.data.config import AugmentConfig, data_config
+from torchrope_lab.data.data_config import AugmentConfig, data_config
 from torchrope_lab.data.draws import seeded
 from torchrope_lab.data.faults import TooManyFaults
 from torchrope_lab.data.videos import ClipSet, OpenVideo, open_video, read_clips
-from torchrope_lab.studies.config import ENCODINGS
-from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
+from torchrope_lab.settings.compare_config import ENCODINGS
+from torchrope_lab.settings.run_config import ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.evaluate import evaluate, predict
 from torchrope_lab.training.models import build_vit
 from torchrope_lab.training.run import train

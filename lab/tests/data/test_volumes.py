@@ -33,7 +33,7 @@ from torchrope.encodings.names import ROTARY, takes
 from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.cache import index_of
-from torchrope_lab.data.config import AugmentConfig, data_config
+from torchrope_lab.data.data_config import AugmentConfig, data_config
 from torchrope_lab.data.dicom import (
     Header,
     index_headers,
@@ -46,8 +46,8 @@ from torchrope_lab.data.faults import TooManyFaults
 from torchrope_lab.data.rsna import read_haemorrhages
 from torchrope_lab.data.transforms import resize
 from torchrope_lab.data.volumes import _numbers_first, apply_windows, find_volumes, percentile_window, read_volume
+from torchrope_lab.settings.run_config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.studies import attention
-from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.evaluate import evaluate, predict
 from torchrope_lab.training.models import build_for_costs, build_model
 from torchrope_lab.training.run import load as load_run

@@ -15,7 +15,7 @@ import pytest
 from chromium import BINARY, Chromium
 
 from torchrope_lab import cli, report
-from torchrope_lab.registry import STUDIES
+from torchrope_lab.engine.registry import STUDIES
 from torchrope_lab.report import looks, plots, read, tables
 from torchrope_lab.report import page as page_module
 from torchrope_lab.report.page import write_report

@@ -14,10 +14,7 @@ from chromium import BINARY, Chromium
 from PIL import Image, ImageColor
 from test_page import HOSTILE, Tags, curves, result, save
 
-from torchrope_lab.report.page import write_report
-from torchrope_lab.report.pictures import sheet
-from torchrope_lab.results import Pictures
-from torchrope_lab.studies.engine.pictures import (
+from torchrope_lab.engine.drawings import (
     BOXES_SIDE,
     LARGEST,
     MAP_ALPHA,
@@ -27,6 +24,9 @@ from torchrope_lab.studies.engine.pictures import (
     map_overlay,
     picture,
 )
+from torchrope_lab.report.page import write_report
+from torchrope_lab.report.pictures import sheet
+from torchrope_lab.results import Pictures
 
 SVG = "{http://www.w3.org/2000/svg}"
 CLASSES = [f"class {index}" for index in range(12)]

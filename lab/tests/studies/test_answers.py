@@ -14,16 +14,16 @@ from rich.console import Console
 from sentences import MOST_WORDS, is_short
 
 import torchrope as tr
-from torchrope_lab.data.config import data_config
-from torchrope_lab.registry import STUDIES
+from torchrope_lab.data.data_config import data_config
+from torchrope_lab.engine.dense_tasks import TASKS
+from torchrope_lab.engine.registry import STUDIES
+from torchrope_lab.engine.runs import Measure, MeasuresOf, Run, Trained
+from torchrope_lab.engine.study import Lab, find_study
 from torchrope_lab.results import Findings
+from torchrope_lab.settings.run_config import ModelConfig, OptimConfig
+from torchrope_lab.settings.study_config import StudyConfig
 from torchrope_lab.statistics import BootstrapEstimate, conclude
 from torchrope_lab.studies import dense, finetune, fourier
-from torchrope_lab.studies.engine.config import StudyConfig
-from torchrope_lab.studies.engine.dense_tasks import TASKS
-from torchrope_lab.studies.engine.runs import Measure, MeasuresOf, Run, Trained
-from torchrope_lab.studies.engine.study import Lab, find_study
-from torchrope_lab.training.config import ModelConfig, OptimConfig
 from torchrope_lab.training.models import build_model
 
 EXAMPLES = 60

@@ -13,16 +13,16 @@ from rich.console import Console
 
 from torchrope.files import write_whole
 from torchrope_lab.conclusion import Conclusion
-from torchrope_lab.data.config import data_config
-from torchrope_lab.provenance import machine
+from torchrope_lab.data.data_config import data_config
+from torchrope_lab.engine.measured import known_costs, relative_costs
+from torchrope_lab.engine.provenance import machine
 from torchrope_lab.results import Findings, StudyResult
+from torchrope_lab.settings.compare_config import CompareConfig
+from torchrope_lab.settings.run_config import ExecutionConfig, ModelConfig, OptimConfig, plain
 from torchrope_lab.statistics import conclude
 from torchrope_lab.studies import compare as compare_module
 from torchrope_lab.studies.compare import compare
 from torchrope_lab.studies.compare_findings import _frames
-from torchrope_lab.studies.config import CompareConfig
-from torchrope_lab.studies.engine.measured import known_costs, relative_costs
-from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig, plain
 from torchrope_lab.training.cost import ROUNDS
 
 SMALL = ModelConfig(dim=16, depth=1, num_heads=1, mlp_dim=16, patch_size=[2])

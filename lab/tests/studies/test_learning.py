@@ -9,11 +9,11 @@ from rich.console import Console
 
 from torchrope.models import ViT
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import data_config
-from torchrope_lab.studies.engine.config import StudyConfig
-from torchrope_lab.studies.engine.study import Lab, find_study
+from torchrope_lab.data.data_config import data_config
+from torchrope_lab.engine.study import Lab, find_study
+from torchrope_lab.settings.run_config import ModelConfig, OptimConfig, RunConfig
+from torchrope_lab.settings.study_config import StudyConfig
 from torchrope_lab.studies.learning import FROZEN, LEARNED, find
-from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.models import build_model
 from torchrope_lab.training.optim import learning_rates
 from torchrope_lab.training.run import train

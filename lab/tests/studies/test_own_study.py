@@ -27,7 +27,7 @@ SMALL = [
 @pytest.fixture
 def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The example of the page as a module in the working directory, which is not on the path."""
-    [block] = re.findall(r"```python\n(from torchrope_lab\.registry.*?)```", DOCS.read_text(), re.DOTALL)
+    [block] = re.findall(r"```python\n(from torchrope_lab\.engine\.grid.*?)```", DOCS.read_text(), re.DOTALL)
     (tmp_path / "own_patches.py").write_text(block)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
@@ -54,8 +54,8 @@ def test_example_of_the_page_trains_and_is_reported(example: str) -> None:
     ("name", "change", "message"),
     [
         ("nowhere:STUDY", ("", ""), "user-defined names must be in a module that can be imported, got nowhere"),
-        ("own_patches:OTHER", ("", ""), "own_patches:OTHER must be a torchrope_lab.registry.Study"),
-        ("own_patches:OneFactor", ("", ""), "own_patches:OneFactor must be a torchrope_lab.registry.Study"),
+        ("own_patches:OTHER", ("", ""), "own_patches:OTHER must be a torchrope_lab.engine.registry.Study"),
+        ("own_patches:OneFactor", ("", ""), "own_patches:OneFactor must be a torchrope_lab.engine.registry.Study"),
         ("own_patches:STUDY", ('"patches"', '"accuracy"'), "that no built-in study has, got 'accuracy'"),
         ("own_patches:STUDY", ('"patches"', '"../patches"'), "of letters, digits and hyphens"),
     ],

@@ -11,12 +11,11 @@ import yaml
 
 from torchrope import grid
 from torchrope_lab.cli import main
-from torchrope_lab.probes import layer
-from torchrope_lab.probes.abilities import ABILITIES, nearest_weights, weights_of
-from torchrope_lab.probes.config import SIDES, AbilityName, ProbesConfig
-from torchrope_lab.probes.layer import CONDITIONS, TRAINED, Condition, Probe, score, train_probe
+from torchrope_lab.settings.probes_config import SIDES, AbilityName, ProbesConfig
 from torchrope_lab.statistics import over_seeds
-from torchrope_lab.studies.probes import Contrast, Job, Results, _answer
+from torchrope_lab.studies.probes import Contrast, Job, Results, _answer, layer
+from torchrope_lab.studies.probes.abilities import ABILITIES, nearest_weights, weights_of
+from torchrope_lab.studies.probes.layer import CONDITIONS, TRAINED, Condition, Probe, score, train_probe
 
 QUICK = ["--seeds", "1", "--probes.steps", "3", "--probes.batch_size", "2", "--probes.examples", "4"]
 

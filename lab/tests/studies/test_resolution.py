@@ -14,13 +14,13 @@ from rich.console import Console
 from torchrope.models import Swin, ViT
 from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import data_config
+from torchrope_lab.data.data_config import data_config
+from torchrope_lab.engine.other_sizes import adaptations, extended_for, fixed_position_range, rescaled_for
+from torchrope_lab.engine.study import Lab, find_study
 from torchrope_lab.results import Findings
+from torchrope_lab.settings.run_config import ModelConfig, OptimConfig
+from torchrope_lab.settings.study_config import StudyConfig
 from torchrope_lab.studies import resolution
-from torchrope_lab.studies.engine.config import StudyConfig
-from torchrope_lab.studies.engine.study import Lab, find_study
-from torchrope_lab.studies.other_sizes import adaptations, extended_for, fixed_position_range, rescaled_for
-from torchrope_lab.training.config import ModelConfig, OptimConfig
 from torchrope_lab.training.models import build_model
 
 SMALL = dict(dim=16, depth=1, num_heads=2, mlp_dim=16)

@@ -15,19 +15,19 @@ import pytest
 from rich.console import Console
 
 from torchrope_lab.cli import main
-from torchrope_lab.data.config import data_config
-from torchrope_lab.provenance import machine
-from torchrope_lab.registry import STUDIES, Study
+from torchrope_lab.data.data_config import data_config
+from torchrope_lab.engine import runs
+from torchrope_lab.engine.dry_run import NotTrained
+from torchrope_lab.engine.provenance import machine
+from torchrope_lab.engine.published import cite, errata, published, table_of_entry
+from torchrope_lab.engine.registry import STUDIES, Study
+from torchrope_lab.engine.runs import Measure, Run, Trained, dependency_rounds
+from torchrope_lab.engine.study import Lab, facts_of, find_study, run_study
 from torchrope_lab.report.chapters import run_facts
 from torchrope_lab.results import Column, Findings, Table
-from torchrope_lab.studies.engine import runs
-from torchrope_lab.studies.engine.config import StudyConfig
-from torchrope_lab.studies.engine.dry_run import NotTrained
-from torchrope_lab.studies.engine.published import cite, errata, published, table_of_entry
-from torchrope_lab.studies.engine.runs import Measure, Run, Trained, dependency_rounds
-from torchrope_lab.studies.engine.study import Lab, facts_of, find_study, run_study
+from torchrope_lab.settings.run_config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
+from torchrope_lab.settings.study_config import StudyConfig
 from torchrope_lab.studies.shuffle import shuffled
-from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
 
 QUIET = Console(file=StringIO())
 

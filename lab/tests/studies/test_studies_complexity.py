@@ -14,12 +14,12 @@ from rich.console import Console
 
 from torchrope.models import ViT
 from torchrope_lab.cli import main
+from torchrope_lab.engine.published import claims, errata, published
+from torchrope_lab.engine.study import Lab
 from torchrope_lab.results import Findings
+from torchrope_lab.settings.study_config import StudyConfig
 from torchrope_lab.studies import complexity
 from torchrope_lab.studies.complexity import Counts, Size, costs, sizes, table_5_count
-from torchrope_lab.studies.engine.config import StudyConfig
-from torchrope_lab.studies.engine.published import claims, errata, published
-from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.training.cost import EXP_PRODUCTS
 from torchrope_lab.training.models import build_model
 

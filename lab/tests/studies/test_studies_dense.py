@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassJaccardIndex
 
 from torchrope_lab.conclusion import NOT_DIFFERENT
-from torchrope_lab.data.config import data_config
+from torchrope_lab.data.data_config import data_config
+from torchrope_lab.engine.dense_tasks import DETECT, SEGMENT, examples, mean_iou, predictions
+from torchrope_lab.engine.estimates import rank, spread, verdict_of
+from torchrope_lab.engine.published import published
+from torchrope_lab.engine.runs import MeasuresOf, Trained
+from torchrope_lab.engine.study import Lab, find_study, run_study
+from torchrope_lab.settings.run_config import ModelConfig, OptimConfig
+from torchrope_lab.settings.study_config import StudyConfig
 from torchrope_lab.statistics import BootstrapEstimate, draw, resample
 from torchrope_lab.studies import dense
 from torchrope_lab.studies.dense import evaluate, measured
-from torchrope_lab.studies.engine.config import StudyConfig
-from torchrope_lab.studies.engine.dense_tasks import DETECT, SEGMENT, examples, mean_iou, predictions
-from torchrope_lab.studies.engine.estimates import rank, spread, verdict_of
-from torchrope_lab.studies.engine.published import published
-from torchrope_lab.studies.engine.runs import MeasuresOf, Trained
-from torchrope_lab.studies.engine.study import Lab, find_study, run_study
-from torchrope_lab.training.config import ModelConfig, OptimConfig
 
 CLASSES = 4
 QUIET = Console(file=StringIO())

@@ -14,13 +14,13 @@ from rich.console import Console
 import torchrope as tr
 from torchrope.encodings import parse_encoding
 from torchrope.positions import grid
-from torchrope_lab.data.config import data_config
+from torchrope_lab.data.data_config import data_config
+from torchrope_lab.engine.study import Lab
+from torchrope_lab.engine.trained_models import Site
+from torchrope_lab.settings.run_config import ModelConfig, OptimConfig
+from torchrope_lab.settings.study_config import StudyConfig
 from torchrope_lab.studies import fourier
-from torchrope_lab.studies.engine.checkpoints import Site
-from torchrope_lab.studies.engine.config import StudyConfig
-from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.studies.fourier import EXACT, Heads, best_fit, heads_of, sharpness, transform
-from torchrope_lab.training.config import ModelConfig, OptimConfig
 
 SMALL = ModelConfig(dim=16, depth=1, num_heads=2, mlp_dim=8, patch_size=[2])
 

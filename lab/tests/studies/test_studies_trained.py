@@ -15,18 +15,16 @@ from miniatures import MINIATURES
 from rich.console import Console
 
 from torchrope.attention import Attention
-from torchrope_lab.data.config import data_config
+from torchrope_lab.data.data_config import data_config
 from torchrope_lab.data.transforms import resize, shuffle_patches
+from torchrope_lab.engine.other_sizes import METHODS, extended_for
+from torchrope_lab.engine.published import published
+from torchrope_lab.engine.study import Lab, describe, feasible
+from torchrope_lab.engine.trained_models import Measures, sites_of
 from torchrope_lab.results import Findings
+from torchrope_lab.settings.run_config import ModelConfig, OptimConfig
+from torchrope_lab.settings.study_config import StudyConfig
 from torchrope_lab.studies import accuracy, attention, generators, resolution, shuffle
-from torchrope_lab.studies.engine.checkpoints import sites_of
-from torchrope_lab.studies.engine.config import StudyConfig
-from torchrope_lab.studies.engine.feasible import feasible
-from torchrope_lab.studies.engine.models import Measures
-from torchrope_lab.studies.engine.published import published
-from torchrope_lab.studies.engine.study import Lab, describe
-from torchrope_lab.studies.other_sizes import METHODS, extended_for
-from torchrope_lab.training.config import ModelConfig, OptimConfig
 from torchrope_lab.training.models import TokenClassifier, build_model
 
 pytestmark = pytest.mark.slow

@@ -11,12 +11,8 @@ import pytest
 from rich.console import Console
 
 from torchrope_lab.conclusion import Interval
-from torchrope_lab.data.config import data_config
-from torchrope_lab.registry import STUDIES, check_supported
-from torchrope_lab.results import Findings, Table
-from torchrope_lab.statistics import conclude
-from torchrope_lab.studies.engine.config import StudyConfig
-from torchrope_lab.studies.engine.estimates import (
+from torchrope_lab.data.data_config import data_config
+from torchrope_lab.engine.estimates import (
     NOT_COMPARED,
     change_sentence,
     contrasts,
@@ -30,11 +26,15 @@ from torchrope_lab.studies.engine.estimates import (
     verdict,
     verdict_of,
 )
-from torchrope_lab.studies.engine.grid import Factor, Results, baseline_changes, train_grid, trends
-from torchrope_lab.studies.engine.reference import mixed_counterparts
-from torchrope_lab.studies.engine.runs import Run, Trained
-from torchrope_lab.studies.engine.study import Lab, find_study
-from torchrope_lab.training.config import ModelConfig, OptimConfig
+from torchrope_lab.engine.grid import Factor, Results, baseline_changes, train_grid, trends
+from torchrope_lab.engine.reference import mixed_counterparts
+from torchrope_lab.engine.registry import STUDIES, check_supported
+from torchrope_lab.engine.runs import Run, Trained
+from torchrope_lab.engine.study import Lab, find_study
+from torchrope_lab.results import Findings, Table
+from torchrope_lab.settings.run_config import ModelConfig, OptimConfig
+from torchrope_lab.settings.study_config import StudyConfig
+from torchrope_lab.statistics import conclude
 
 QUIET = Console(file=StringIO())
 EXAMPLES = 200

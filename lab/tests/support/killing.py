@@ -25,8 +25,8 @@ import torch
 from miniatures import images
 
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import AugmentConfig, data_config
-from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
+from torchrope_lab.data.data_config import AugmentConfig, data_config
+from torchrope_lab.settings.run_config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.run import train
 
 WRITES = {"plain": 11, "augmented": 9}  # of a whole run

@@ -7,7 +7,7 @@ import torch
 
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.training.config import RunConfig
+from torchrope_lab.settings.run_config import RunConfig
 
 
 def data_of(config: RunConfig) -> DataModule:

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import DataConfig
+from torchrope_lab.data.data_config import DataConfig
 from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.settings.run_config import ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.classifier import Classifier
-from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.run import train
 
 

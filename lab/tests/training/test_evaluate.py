@@ -15,10 +15,10 @@ from torchvision.transforms import v2
 import torchrope as tr
 from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import data_config
-from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
+from torchrope_lab.data.data_config import data_config
+from torchrope_lab.settings.run_config import ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.evaluate import evaluate, keep_range, predict, predict_at, windows_at
-from torchrope_lab.training.published import load_checkpoint
+from torchrope_lab.training.published_checkpoint import load_checkpoint
 from torchrope_lab.training.run import train
 
 Run = Callable[..., tuple[int, str, str]]

@@ -11,12 +11,12 @@ from pytorch_lightning.callbacks import Callback
 from torch.utils.data import Dataset
 
 from torchrope_lab.cli import main
-from torchrope_lab.data.config import data_config
+from torchrope_lab.data.data_config import data_config
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.mixed_sizes import Resampled
 from torchrope_lab.data.transforms import resize
-from torchrope_lab.studies.engine.runs import Run
-from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
+from torchrope_lab.engine.runs import Run
+from torchrope_lab.settings.run_config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.run import load, train
 from torchrope_lab.training.sizes import size_of, training_sizes
 

@@ -14,11 +14,11 @@ import torchrope as tr
 from torchrope.models import Swin
 from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import data_config
+from torchrope_lab.data.data_config import data_config
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.results import StudyResult
+from torchrope_lab.settings.run_config import ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.classifier import training_loss
-from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.cost import count_encoding_parameters
 from torchrope_lab.training.initial import initialise
 from torchrope_lab.training.models import build_model, build_vit

@@ -10,9 +10,9 @@ from processes import data_of
 from sklearn.metrics import recall_score, roc_auc_score
 from test_scale import small_run, tiny_vit
 
-from torchrope_lab.training.config import ExecutionConfig, OptimConfig, RunConfig
+from torchrope_lab.settings.run_config import ExecutionConfig, OptimConfig, RunConfig
+from torchrope_lab.training.commutators import commutator_penalty, generator_measures
 from torchrope_lab.training.evaluate import class_measures
-from torchrope_lab.training.generators import commutator_penalty, generator_measures
 from torchrope_lab.training.optim import build_optimizer
 from torchrope_lab.training.run import load, train
 

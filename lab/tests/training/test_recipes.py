@@ -28,14 +28,14 @@ from torchrope_lab import cli, recipes
 from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.clips import test_frames
-from torchrope_lab.data.config import DataConfig, data_config
+from torchrope_lab.data.data_config import DataConfig, data_config
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.sets import NAMES_DENSE
 from torchrope_lab.data.videos import read_clips
-from torchrope_lab.studies.engine.published import cite, results_of
-from torchrope_lab.training.config import RunConfig, read_config
+from torchrope_lab.engine.published import cite, results_of
+from torchrope_lab.settings.run_config import RunConfig, read_config
 from torchrope_lab.training.cost import count_flops
-from torchrope_lab.training.dense import build_features, build_head
+from torchrope_lab.training.dense_models import build_features, build_head
 from torchrope_lab.training.devices import accumulation_steps
 from torchrope_lab.training.evaluate import data_at_size
 from torchrope_lab.training.models import build_model

@@ -28,15 +28,15 @@ from torchrope.files import UNFINISHED
 from torchrope.models import ViT
 from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import data_config
+from torchrope_lab.data.data_config import data_config
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.digits import Digits
 from torchrope_lab.data.faults import TooManyFaults
+from torchrope_lab.engine import runs
+from torchrope_lab.settings.run_config import MAY_CHANGE, ExecutionConfig, ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.studies import compare
-from torchrope_lab.studies.engine import runs
 from torchrope_lab.training import evaluate, watch
 from torchrope_lab.training.classifier import Classifier
-from torchrope_lab.training.config import MAY_CHANGE, ExecutionConfig, ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.guards import Diverged
 from torchrope_lab.training.interruption import EXIT_INTERRUPTED, Interrupted
 from torchrope_lab.training.run import load, train

@@ -19,8 +19,8 @@ from timm.optim import Lamb, create_optimizer_v2, param_groups_layer_decay
 from torch import nn
 
 from torchrope.models import Features, Swin, ViT
-from torchrope_lab.data.config import data_config
-from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig, read_config
+from torchrope_lab.data.data_config import data_config
+from torchrope_lab.settings.run_config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig, read_config
 from torchrope_lab.training.devices import accumulation_steps
 from torchrope_lab.training.optim import build_optimizer, build_schedule, warmup_cosine
 from torchrope_lab.training.run import load, train

@@ -14,16 +14,16 @@ from rich.console import Console
 from torchrope.models import Transformer
 from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import data_config, settings_of
+from torchrope_lab.data.data_config import data_config, settings_of
 from torchrope_lab.data.sets import DATA_NAMES
 from torchrope_lab.data.tokens import TokensModule
-from torchrope_lab.registry import STUDIES, suitable
+from torchrope_lab.engine.registry import STUDIES, suitable
+from torchrope_lab.engine.study import find_study, run_study
 from torchrope_lab.results import StudyResult
+from torchrope_lab.settings.compare_config import ENCODINGS, CompareConfig
+from torchrope_lab.settings.run_config import ModelConfig, OptimConfig, RunConfig
+from torchrope_lab.settings.study_config import StudyConfig
 from torchrope_lab.studies.compare import compare
-from torchrope_lab.studies.config import ENCODINGS, CompareConfig
-from torchrope_lab.studies.engine.config import StudyConfig
-from torchrope_lab.studies.engine.study import find_study, run_study
-from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.evaluate import correct_shuffled, evaluate, predict
 from torchrope_lab.training.models import TokenClassifier, build_model
 from torchrope_lab.training.run import load, train

@@ -14,12 +14,12 @@ from pytorch_lightning.callbacks import Callback
 import torchrope as tr
 from torchrope.files import write_whole
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import data_config
+from torchrope_lab.data.data_config import data_config
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.transforms import shuffle_patches
+from torchrope_lab.settings.run_config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.statistics import accuracy_interval
 from torchrope_lab.training.classifier import Classifier
-from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.cost import count_encoding_parameters, count_flops, measure_costs
 from torchrope_lab.training.evaluate import evaluate, predict, scaled_sizes
 from torchrope_lab.training.models import build_vit

@@ -14,7 +14,7 @@ from processes import become_one_of_two, data_of, free_port
 from pytorch_lightning.callbacks import Callback
 from test_scale import small_run
 
-from torchrope_lab.training.config import ExecutionConfig, ModelConfig, RunConfig
+from torchrope_lab.settings.run_config import ExecutionConfig, ModelConfig, RunConfig
 from torchrope_lab.training.interruption import Interrupted
 from torchrope_lab.training.run import load, train
 

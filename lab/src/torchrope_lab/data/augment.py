@@ -11,8 +11,8 @@ from torch.utils.data import Dataset, default_collate
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as image_ops
 
-from torchrope_lab.data.config import LIERE, AugmentConfig
 from torchrope_lab.data.crops import random_crop
+from torchrope_lab.data.data_config import LIERE, AugmentConfig
 from torchrope_lab.data.draws import Draws, seeded
 from torchrope_lab.data.randaugment import OPERATIONS, apply_by_kind, randaugment, solarize
 from torchrope_lab.data.repeated import example_of

@@ -1,6 +1,6 @@
 """Build the data module of a data set from its configuration."""
 
-from torchrope_lab.data.config import DataConfig
+from torchrope_lab.data.data_config import DataConfig
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.mistakes import Mistake
 

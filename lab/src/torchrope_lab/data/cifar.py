@@ -12,7 +12,7 @@ from torchvision import datasets
 from torchvision.datasets.utils import check_integrity, extract_archive
 
 from torchrope_lab.data.cache import cache_folder
-from torchrope_lab.data.config import DataConfig
+from torchrope_lab.data.data_config import DataConfig
 from torchrope_lab.data.faults import reason
 from torchrope_lab.data.in_memory import InMemory
 from torchrope_lab.mistakes import Mistake

@@ -12,8 +12,7 @@ import torch
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from torchrope_lab.data.config import DataConfig
-from torchrope_lab.data.dense import (
+from torchrope_lab.data.boxes_and_maps import (
     DenseModule,
     Example,
     FileSet,
@@ -26,6 +25,7 @@ from torchrope_lab.data.dense import (
     select_some,
     to_boxes,
 )
+from torchrope_lab.data.data_config import DataConfig
 from torchrope_lab.data.faults import Fault, name_some, reason, warn_skipped
 from torchrope_lab.data.folders import matching_parts
 from torchrope_lab.data.images import existing_folder, load_image

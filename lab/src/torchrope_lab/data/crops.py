@@ -6,7 +6,7 @@ from typing import Any
 
 from torchvision.transforms import InterpolationMode, v2
 
-from torchrope_lab.data.config import AugmentConfig, CropRatio
+from torchrope_lab.data.data_config import AugmentConfig, CropRatio
 
 
 @dataclass(frozen=True)

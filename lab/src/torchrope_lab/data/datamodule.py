@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from torchrope.positions import Periods
 from torchrope_lab.data.augment import EpochSet
-from torchrope_lab.data.config import AugmentConfig, DataConfig
+from torchrope_lab.data.data_config import AugmentConfig, DataConfig
 from torchrope_lab.data.draws import Draws
 from torchrope_lab.data.faults import Fault, Skipping
 from torchrope_lab.data.loading import Loader, ResumedSampler, SizedBatches
@@ -56,7 +56,7 @@ class DataModule(pl.LightningDataModule, ABC):
         extent: Without a lattice, the length of the training data along each axis.
         periods: Without a lattice, the period of each periodic axis, None for the others; None if no axis is periodic.
         classes: Names of the classes; a label is an index into them.
-        tasks: "classify", "segment", "detect". Batches of the last two are lists, see `torchrope_lab.data.dense`.
+        tasks: "classify", "segment", "detect". Batches of the last two are lists, see `data.boxes_and_maps`.
         map_classes: Names of the classes of semantic maps, for "segment".
         val_batch_factor: Size of validation batches as a multiple of that of training batches.
         other_sizes: Source of validation examples of another size: by `at_size` "read" from their files at that size,
@@ -114,7 +114,7 @@ class DataModule(pl.LightningDataModule, ABC):
             - `raw` is the same set with uint8 inputs and `normalise` converts them to float32; pixels are augmented
               between the two.
 
-            Sets with boxes or maps are `torchrope_lab.data.dense.DenseSet`s.
+            Sets with boxes or maps are `torchrope_lab.data.boxes_and_maps.DenseSet`s.
 
         Raises:
             ValueError: the data is missing or cannot be used; the message is one line.

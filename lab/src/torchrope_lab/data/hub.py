@@ -8,8 +8,8 @@ from typing import Any, BinaryIO, TypeVar
 
 from torch import Tensor
 
-from torchrope_lab.data.config import DataConfig
 from torchrope_lab.data.crops import CropTransform
+from torchrope_lab.data.data_config import DataConfig
 from torchrope_lab.data.imagenet import ImageNet
 from torchrope_lab.data.images import CroppedImages, ImageSet, Sample, select_examples, split_parts
 from torchrope_lab.data.tokens import classes_of

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset, Sampler
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from torchrope_lab.data.config import DataConfig
+from torchrope_lab.data.data_config import DataConfig
 from torchrope_lab.data.faults import name_some, warn_skipped
 from torchrope_lab.data.folders import files_below, matching_parts, subfolders
 from torchrope_lab.data.images import (

@@ -18,8 +18,8 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as image_ops
 
 from torchrope_lab.data.cache import index_of, read_files
-from torchrope_lab.data.config import NATIVE, DataConfig
 from torchrope_lab.data.crops import CropTransform, centre, random_crop
+from torchrope_lab.data.data_config import NATIVE, DataConfig
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.faults import reason, warn_skipped
 from torchrope_lab.data.folders import files_below, subfolders, warn_unread

@@ -5,7 +5,7 @@ from abc import abstractmethod
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from torchrope_lab.data.config import DataConfig
+from torchrope_lab.data.data_config import DataConfig
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.tensors import TensorSet, balanced_subset, image_sets
 from torchrope_lab.data.transforms import resize, resize_bytes

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 from torchvision import tv_tensors
 
-from torchrope_lab.data.cache import index_of, read_files
-from torchrope_lab.data.config import DataConfig
-from torchrope_lab.data.dense import (
+from torchrope_lab.data.boxes_and_maps import (
     IGNORED,
     DenseModule,
     Example,
@@ -26,6 +24,8 @@ from torchrope_lab.data.dense import (
     map_scale_jitter,
     select_some,
 )
+from torchrope_lab.data.cache import index_of, read_files
+from torchrope_lab.data.data_config import DataConfig
 from torchrope_lab.data.faults import Fault, name_some, warn_skipped
 from torchrope_lab.data.folders import subfolders, warn_unread
 from torchrope_lab.data.images import check_parts, existing_folder, list_samples, load_image, open_image

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchrope_lab.data.config import DataConfig
+from torchrope_lab.data.data_config import DataConfig
 from torchrope_lab.data.digits import DIGIT_SIZE, split_digits
 from torchrope_lab.data.in_memory import InMemory
 from torchrope_lab.mistakes import Mistake

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from torchrope_lab.data.config import DataConfig
+from torchrope_lab.data.data_config import DataConfig
 from torchrope_lab.data.faults import find_faults, reason, warn_skipped
 from torchrope_lab.data.folders import files_below, subfolders, warn_unread
 from torchrope_lab.data.images import (
@@ -20,7 +20,7 @@ from torchrope_lab.data.images import (
     split_by_group,
     split_parts,
 )
-from torchrope_lab.data.tables import READERS, Columns, read_table
+from torchrope_lab.data.table_files import READERS, Columns, read_table
 from torchrope_lab.data.tokens import Cloud, CloudSet, TokensModule, classes_of, point_counts
 from torchrope_lab.mistakes import Mistake
 

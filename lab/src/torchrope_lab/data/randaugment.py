@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from torchvision.transforms.v2 import functional as image_ops
 
-from torchrope_lab.data.config import LARGEST_MAGNITUDE, LIERE
+from torchrope_lab.data.data_config import LARGEST_MAGNITUDE, LIERE
 from torchrope_lab.data.draws import Draws
 
 TIMM_FILL = (124, 116, 104)  # ImageNet's mean, as in timm's `create_transform`

@@ -6,7 +6,7 @@ the settings that several have.
 
 from typing import Annotated, Any, Literal
 
-from torchrope_lab.data.config import (
+from torchrope_lab.data.data_config import (
     MIXES,
     POINTS,
     ClipSize,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from torchrope_lab.data.config import DataConfig
+from torchrope_lab.data.data_config import DataConfig
 from torchrope_lab.data.datamodule import DataModule, some_of
 from torchrope_lab.data.images import Sample
 from torchrope_lab.data.tensors import balanced_subset

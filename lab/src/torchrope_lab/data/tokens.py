@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from torchrope_lab.data.config import AugmentConfig
+from torchrope_lab.data.data_config import AugmentConfig
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.draws import Draws
 from torchrope_lab.data.images import Sample, select_examples

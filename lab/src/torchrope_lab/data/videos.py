@@ -20,8 +20,8 @@ from torchvision.transforms.v2 import functional as image_ops
 
 from torchrope_lab.data.cache import ExampleCache, index_of, read_files
 from torchrope_lab.data.clips import crop_corners, test_frames, training_frames
-from torchrope_lab.data.config import DataConfig
 from torchrope_lab.data.crops import CropTransform, centre, random_crop
+from torchrope_lab.data.data_config import DataConfig
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.faults import warn_skipped
 from torchrope_lab.data.folders import warn_unread

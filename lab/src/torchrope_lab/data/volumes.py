@@ -21,7 +21,7 @@ from nibabel.openers import ImageOpener
 from torch import Tensor
 
 from torchrope_lab.data.cache import ExampleCache
-from torchrope_lab.data.config import DataConfig
+from torchrope_lab.data.data_config import DataConfig
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.dicom import Header, finite, index_headers, read_slice, sort_slices
 from torchrope_lab.data.faults import Fault, name_some, reason, warn_skipped
@@ -34,7 +34,7 @@ from torchrope_lab.data.images import (
     split_by_group,
 )
 from torchrope_lab.data.streamed import StreamedSet
-from torchrope_lab.data.tables import Columns, read_csv
+from torchrope_lab.data.table_files import Columns, read_csv
 from torchrope_lab.data.transforms import resize
 from torchrope_lab.mistakes import Mistake
 

@@ -22,13 +22,13 @@ FILES = ("data_sets", "liere", "comrope", "rope-vit", "dense")
 class Recipe:
     """Settings with their sources."""
 
-    # `published` names a column, or a row whose columns are encodings, of a table in studies/published.yaml.
+    # `published` names a column, or a row whose columns are encodings, of a table in engine/published.yaml.
     # "TITLE | NAME | ENCODING" names the encoding to show first, by default the recipe's.
 
     name: str  # as in `--recipe NAME`
     settings: dict[str, Any]  # as a configuration file has them
     summary: str  # what it trains, in a line
-    source: str = ""  # papers' keys of studies/published.yaml and places in them, "; " between; empty for own
+    source: str = ""  # papers' keys of engine/published.yaml and places in them, "; " between; empty for own
     details: str = ""  # what the source states, and the code from which the rest is
     published: dict[str, str] | None = None  # by measure, such as {"top-1": "TITLE | NAME"}
     hardware: str = ""  # what it was trained on

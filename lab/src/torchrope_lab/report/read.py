@@ -3,9 +3,9 @@
 import logging
 from pathlib import Path
 
+from torchrope_lab.engine.registry import STUDIES
 from torchrope_lab.files import RESULTS
 from torchrope_lab.mistakes import Mistake
-from torchrope_lab.registry import STUDIES
 from torchrope_lab.results import StudyResult
 
 logger = logging.getLogger(__name__)

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from torchrope_lab.studies.engine.comparison import accuracy_figures, compare_runs, main_table
-from torchrope_lab.studies.engine.grid import ONLY, AgainstMixed, OneFactor, Results, Section, leads
-from torchrope_lab.studies.engine.reference import all_but, described, with_reference
+from torchrope_lab.engine.comparison import accuracy_figures, compare_runs, main_table
+from torchrope_lab.engine.grid import ONLY, AgainstMixed, OneFactor, Results, Section, leads
+from torchrope_lab.engine.reference import all_but, described, with_reference
 
 
 def _ranked(results: Results) -> Section:

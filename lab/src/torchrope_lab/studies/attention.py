@@ -16,10 +16,7 @@ from torchrope.positions import grid
 from torchrope_lab.conclusion import NOT_DIFFERENT, caveat
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.transforms import resize
-from torchrope_lab.mistakes import Mistake
-from torchrope_lab.results import Axis, Column, Figure, Findings
-from torchrope_lab.studies.engine.config import LEARNED
-from torchrope_lab.studies.engine.estimates import (
+from torchrope_lab.engine.estimates import (
     NONE_POSSIBLE,
     Columns,
     drawn_mean,
@@ -32,11 +29,14 @@ from torchrope_lab.studies.engine.estimates import (
     tied_with,
     with_interval,
 )
-from torchrope_lab.studies.engine.figures import Point, line_figure
-from torchrope_lab.studies.engine.models import NAME_COLUMNS, Measures, Models, select_models
-from torchrope_lab.studies.engine.reference import with_reference
-from torchrope_lab.studies.engine.runs import Measure
-from torchrope_lab.studies.engine.study import Lab
+from torchrope_lab.engine.figures import Point, line_figure
+from torchrope_lab.engine.reference import with_reference
+from torchrope_lab.engine.runs import Measure
+from torchrope_lab.engine.study import Lab
+from torchrope_lab.engine.trained_models import NAME_COLUMNS, Measures, Models, select_models
+from torchrope_lab.mistakes import Mistake
+from torchrope_lab.results import Axis, Column, Figure, Findings
+from torchrope_lab.settings.study_config import LEARNED
 from torchrope_lab.training.evaluate import data_at_size, resampled_spacing, scaled_sizes
 from torchrope_lab.training.models import on_lattice
 

@@ -6,10 +6,9 @@ from typing import Any
 from torchrope.encodings import Encoding, builders, takes
 from torchrope_lab.conclusion import join_names
 from torchrope_lab.encodings import resolve_encoding
-from torchrope_lab.results import Axis
-from torchrope_lab.studies.engine.estimates import top1_cells
-from torchrope_lab.studies.engine.figures import TOP1_AXIS, figure
-from torchrope_lab.studies.engine.grid import (
+from torchrope_lab.engine.estimates import top1_cells
+from torchrope_lab.engine.figures import TOP1_AXIS, figure
+from torchrope_lab.engine.grid import (
     ABOUT_TOP1,
     Accuracy,
     AgainstLevel,
@@ -24,8 +23,9 @@ from torchrope_lab.studies.engine.grid import (
     lead_section,
     parameters,
 )
-from torchrope_lab.studies.engine.runs import Run
-from torchrope_lab.studies.engine.study import Lab
+from torchrope_lab.engine.runs import Run
+from torchrope_lab.engine.study import Lab
+from torchrope_lab.results import Axis
 
 BLOCKS = (2, 4, 8, 16, 32, 48, 64)
 PART = 48

@@ -11,17 +11,12 @@ import yaml
 from rich.console import Console
 
 from torchrope.files import write_whole
-from torchrope_lab.data.config import data_config
+from torchrope_lab.data.data_config import data_config
 from torchrope_lab.encodings import load_modules, resolve_encoding
-from torchrope_lab.files import RESULTS, holds_files, read_mapping, write_new
-from torchrope_lab.mistakes import Mistake
-from torchrope_lab.results import StudyResult
-from torchrope_lab.studies.compare_findings import Results, findings
-from torchrope_lab.studies.config import SCALES, CompareConfig
-from torchrope_lab.studies.engine.comparison import compare_runs
-from torchrope_lab.studies.engine.dry_run import NotTrained
-from torchrope_lab.studies.engine.folds import in_folds
-from torchrope_lab.studies.engine.measured import (
+from torchrope_lab.engine.comparison import compare_runs
+from torchrope_lab.engine.dry_run import NotTrained
+from torchrope_lab.engine.folds import in_folds
+from torchrope_lab.engine.measured import (
     Measured,
     costs_of,
     pooled_measures,
@@ -30,9 +25,14 @@ from torchrope_lab.studies.engine.measured import (
     robustness,
     work_of_costs,
 )
-from torchrope_lab.studies.engine.runs import Run, Trained
-from torchrope_lab.studies.engine.study import Lab, describe, facts_of
-from torchrope_lab.training.config import CONFIG, MAY_CHANGE, check_spacing, differences, plain
+from torchrope_lab.engine.runs import Run, Trained
+from torchrope_lab.engine.study import Lab, describe, facts_of
+from torchrope_lab.files import RESULTS, holds_files, read_mapping, write_new
+from torchrope_lab.mistakes import Mistake
+from torchrope_lab.results import StudyResult
+from torchrope_lab.settings.compare_config import SCALES, CompareConfig
+from torchrope_lab.settings.run_config import CONFIG, MAY_CHANGE, check_spacing, differences, plain
+from torchrope_lab.studies.compare_findings import Results, findings
 from torchrope_lab.training.evaluate import scaled_sizes
 from torchrope_lab.training.models import TokenClassifier
 

@@ -14,16 +14,15 @@ from torchvision.utils import make_grid
 from torchrope.encodings import Encoding, NoEncoding
 from torchrope_lab.conclusion import BASELINE
 from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.descriptions import description_of, named_parts
 from torchrope_lab.encodings import resolve_encoding
-from torchrope_lab.results import Axis, Column, Figure, Findings, Pictures, Table
-from torchrope_lab.statistics import median_interval
-from torchrope_lab.studies.engine.comparison import (
+from torchrope_lab.engine.comparison import (
     Comparison,
     accuracy_figures,
     main_table,
 )
-from torchrope_lab.studies.engine.estimates import (
+from torchrope_lab.engine.descriptions import description_of, named_parts
+from torchrope_lab.engine.drawings import picture
+from torchrope_lab.engine.estimates import (
     VERDICT,
     Columns,
     cells,
@@ -34,16 +33,17 @@ from torchrope_lab.studies.engine.estimates import (
     verdict_of,
     with_interval,
 )
-from torchrope_lab.studies.engine.figures import (
+from torchrope_lab.engine.figures import (
     ENCODING_AXIS,
     cells_figure,
     figure,
     line_figure,
     over_epochs,
 )
-from torchrope_lab.studies.engine.measured import Measured
-from torchrope_lab.studies.engine.pictures import picture
-from torchrope_lab.studies.engine.study import Lab
+from torchrope_lab.engine.measured import Measured
+from torchrope_lab.engine.study import Lab
+from torchrope_lab.results import Axis, Column, Figure, Findings, Pictures, Table
+from torchrope_lab.statistics import median_interval
 
 CLASSES = 30
 """Largest number of classes that tables and figures show individually."""

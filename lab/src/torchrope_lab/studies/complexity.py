@@ -16,13 +16,13 @@ from torchrope.encodings import AbsoluteEncoding, Encoding, RelativePositionBias
 from torchrope.models import Swin, ViT
 from torchrope_lab import recipes
 from torchrope_lab.conclusion import join_names
+from torchrope_lab.engine.descriptions import label
+from torchrope_lab.engine.estimates import Columns, table_of
+from torchrope_lab.engine.figures import figure
+from torchrope_lab.engine.published import published
+from torchrope_lab.engine.study import Lab
 from torchrope_lab.results import Axis, Column, Figure, Findings, Row, Table
-from torchrope_lab.studies.describe import label
-from torchrope_lab.studies.engine.estimates import Columns, table_of
-from torchrope_lab.studies.engine.figures import figure
-from torchrope_lab.studies.engine.published import published
-from torchrope_lab.studies.engine.study import Lab
-from torchrope_lab.training.config import ModelConfig
+from torchrope_lab.settings.run_config import ModelConfig
 from torchrope_lab.training.cost import count_encoding_parameters, count_flops
 from torchrope_lab.training.models import build_model, on_lattice
 

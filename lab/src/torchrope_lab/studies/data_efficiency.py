@@ -5,7 +5,7 @@ from math import log2
 import numpy as np
 
 from torchrope_lab.conclusion import Interval, caveat, join_names
-from torchrope_lab.studies.engine.estimates import (
+from torchrope_lab.engine.estimates import (
     VERDICT,
     drawn_means,
     estimate_in,
@@ -16,7 +16,7 @@ from torchrope_lab.studies.engine.estimates import (
     top1,
     with_interval,
 )
-from torchrope_lab.studies.engine.grid import (
+from torchrope_lab.engine.grid import (
     NAME_COLUMNS,
     Accuracy,
     AgainstMixed,
@@ -29,9 +29,9 @@ from torchrope_lab.studies.engine.grid import (
     Section,
     Slope,
 )
-from torchrope_lab.studies.engine.reach import Reach
-from torchrope_lab.studies.engine.reference import described
-from torchrope_lab.studies.engine.study import Lab
+from torchrope_lab.engine.reach import Reach
+from torchrope_lab.engine.reference import described
+from torchrope_lab.engine.study import Lab
 
 SHARES = (30, 40, 50, 60, 70, 80, 90, 100)
 

@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 
 from torchrope_lab.conclusion import NOT_DIFFERENT, Interval, caveat, join_names
 from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.results import Axis, Column, Figure, Findings, Pictures, Table
-from torchrope_lab.statistics import BootstrapEstimate, draw
-from torchrope_lab.studies.engine.config import LEARNED
-from torchrope_lab.studies.engine.dense_tasks import TASKS, Task, examples, predictions
-from torchrope_lab.studies.engine.estimates import (
+from torchrope_lab.engine.dense_tasks import TASKS, Task, examples, predictions
+from torchrope_lab.engine.drawings import Overlay, legend, picture
+from torchrope_lab.engine.estimates import (
     NONE_POSSIBLE,
     OVER_SEEDS,
     SIMULTANEOUS,
@@ -26,19 +24,20 @@ from torchrope_lab.studies.engine.estimates import (
     verdict_of,
     with_interval,
 )
-from torchrope_lab.studies.engine.feasible import feasible
-from torchrope_lab.studies.engine.figures import line_figure
-from torchrope_lab.studies.engine.pictures import Overlay, legend, picture
-from torchrope_lab.studies.engine.reference import (
+from torchrope_lab.engine.figures import line_figure
+from torchrope_lab.engine.reference import (
     WITH_SAME,
     all_but,
     described,
     mixed_counterparts,
     with_reference,
 )
-from torchrope_lab.studies.engine.runs import Measure, Run, Trained
-from torchrope_lab.studies.engine.study import Lab
-from torchrope_lab.training.config import TASKS as TASK_OF_HEAD
+from torchrope_lab.engine.runs import Measure, Run, Trained
+from torchrope_lab.engine.study import Lab, feasible
+from torchrope_lab.results import Axis, Column, Figure, Findings, Pictures, Table
+from torchrope_lab.settings.run_config import TASKS as TASK_OF_HEAD
+from torchrope_lab.settings.study_config import LEARNED
+from torchrope_lab.statistics import BootstrapEstimate, draw
 
 Intervals = Mapping[str, Sequence[Interval]]
 """Percentages or their differences in points by encoding, one per size."""

@@ -15,14 +15,14 @@ from torchrope.encodings import Encoding
 from torchrope.positions import grid
 from torchrope_lab.conclusion import join_names
 from torchrope_lab.encodings import resolve_encoding
+from torchrope_lab.engine.descriptions import label
+from torchrope_lab.engine.estimates import Columns, cells, estimate_in, mean_column, percent, table_of
+from torchrope_lab.engine.figures import ENCODING_AXIS, figure, map_figure
+from torchrope_lab.engine.runs import untrained
+from torchrope_lab.engine.study import Lab
+from torchrope_lab.engine.trained_models import Site, read_checkpoints, sites_of
 from torchrope_lab.mistakes import Mistake
 from torchrope_lab.results import Axis, Column, Figure, Findings
-from torchrope_lab.studies.describe import label
-from torchrope_lab.studies.engine.checkpoints import Site, read_checkpoints, sites_of
-from torchrope_lab.studies.engine.estimates import Columns, cells, estimate_in, mean_column, percent, table_of
-from torchrope_lab.studies.engine.figures import ENCODING_AXIS, figure, map_figure
-from torchrope_lab.studies.engine.runs import untrained
-from torchrope_lab.studies.engine.study import Lab
 
 LATTICE = (14, 14)
 HEADS, HEAD_DIM = 12, 64

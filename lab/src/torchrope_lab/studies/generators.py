@@ -13,10 +13,7 @@ from torchrope.encodings import Encoding, commutator_ratio, upper_triangle
 from torchrope.positions import per_axis
 from torchrope_lab.conclusion import Interval
 from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.results import Axis, Column, Figure, Findings, Row
-from torchrope_lab.statistics import BootstrapEstimate, draw
-from torchrope_lab.studies.engine.checkpoints import Site, sites_of
-from torchrope_lab.studies.engine.estimates import (
+from torchrope_lab.engine.estimates import (
     VERDICT,
     Columns,
     change_sentence,
@@ -28,10 +25,12 @@ from torchrope_lab.studies.engine.estimates import (
     verdict_of,
     with_interval,
 )
-from torchrope_lab.studies.engine.figures import Point, figure, line_figure
-from torchrope_lab.studies.engine.models import NAME_COLUMNS, Measures, select_models
-from torchrope_lab.studies.engine.runs import Measure, Run, untrained
-from torchrope_lab.studies.engine.study import Lab
+from torchrope_lab.engine.figures import Point, figure, line_figure
+from torchrope_lab.engine.runs import Measure, Run, untrained
+from torchrope_lab.engine.study import Lab
+from torchrope_lab.engine.trained_models import NAME_COLUMNS, Measures, Site, select_models, sites_of
+from torchrope_lab.results import Axis, Column, Figure, Findings, Row
+from torchrope_lab.statistics import BootstrapEstimate, draw
 from torchrope_lab.training.models import Model
 
 START, END = "start", "end"

@@ -2,8 +2,8 @@
 
 from torchrope.encodings import Encoding
 from torchrope_lab.conclusion import join_names
-from torchrope_lab.studies.engine.grid import Accuracy, AgainstLevel, Factor, OneFactor
-from torchrope_lab.studies.engine.study import Lab
+from torchrope_lab.engine.grid import Accuracy, AgainstLevel, Factor, OneFactor
+from torchrope_lab.engine.study import Lab
 
 FROZEN, LEARNED = "frozen", "learned"
 

@@ -3,9 +3,8 @@
 from typing import Any
 
 from torchrope.models import SIZES, SWIN_SIZES
-from torchrope_lab.results import Column
-from torchrope_lab.studies.engine.estimates import table_of
-from torchrope_lab.studies.engine.grid import (
+from torchrope_lab.engine.estimates import table_of
+from torchrope_lab.engine.grid import (
     Accuracy,
     AgainstMixed,
     AgainstReference,
@@ -16,8 +15,9 @@ from torchrope_lab.studies.engine.grid import (
     Section,
     Slope,
 )
-from torchrope_lab.studies.engine.reference import described
-from torchrope_lab.studies.engine.study import Lab
+from torchrope_lab.engine.reference import described
+from torchrope_lab.engine.study import Lab
+from torchrope_lab.results import Column
 
 BY_NAME = ("tiny", "base", "large")
 

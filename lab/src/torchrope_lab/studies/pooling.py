@@ -1,6 +1,6 @@
 """Accuracy with a class token or the mean over patches as input of the head (LieRE's second version, appendix B)."""
 
-from torchrope_lab.studies.engine.grid import Accuracy, AgainstLevel, Factor, OneFactor
+from torchrope_lab.engine.grid import Accuracy, AgainstLevel, Factor, OneFactor
 
 find = OneFactor(
     factor=Factor("pool", "Pooling", scale="category"),

@@ -12,10 +12,7 @@ from torchrope_lab.conclusion import Conclusion, Interval, caveat, join_names
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import resolve_encoding
-from torchrope_lab.mistakes import Mistake
-from torchrope_lab.results import Axis, Column, Figure, Findings, Table
-from torchrope_lab.statistics import constant_accuracy
-from torchrope_lab.studies.engine.estimates import (
+from torchrope_lab.engine.estimates import (
     NONE_POSSIBLE,
     SIMULTANEOUS,
     VERDICT,
@@ -32,11 +29,8 @@ from torchrope_lab.studies.engine.estimates import (
     verdict_of,
     with_interval,
 )
-from torchrope_lab.studies.engine.feasible import feasible
-from torchrope_lab.studies.engine.figures import line_figure
-from torchrope_lab.studies.engine.runs import Measure, Run, Trained
-from torchrope_lab.studies.engine.study import Lab
-from torchrope_lab.studies.other_sizes import (
+from torchrope_lab.engine.figures import line_figure
+from torchrope_lab.engine.other_sizes import (
     GROWN,
     HOW_SIZED,
     METHODS,
@@ -45,6 +39,11 @@ from torchrope_lab.studies.other_sizes import (
     adaptations,
     predict_adapted,
 )
+from torchrope_lab.engine.runs import Measure, Run, Trained
+from torchrope_lab.engine.study import Lab, feasible
+from torchrope_lab.mistakes import Mistake
+from torchrope_lab.results import Axis, Column, Figure, Findings, Table
+from torchrope_lab.statistics import constant_accuracy
 from torchrope_lab.training.evaluate import cache_suffix, scaled_sizes
 from torchrope_lab.training.models import on_lattice
 from torchrope_lab.training.sizes import KEPT_AXES, Size, size_of

@@ -11,9 +11,7 @@ from torch import Tensor
 from torchrope_lab.conclusion import NOT_DIFFERENT, Interval, caveat
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.transforms import shuffle_patches
-from torchrope_lab.results import Column, Figure, Findings, Table
-from torchrope_lab.statistics import constant_accuracy, draw
-from torchrope_lab.studies.engine.estimates import (
+from torchrope_lab.engine.estimates import (
     NONE_POSSIBLE,
     Columns,
     contrasts,
@@ -26,10 +24,12 @@ from torchrope_lab.studies.engine.estimates import (
     top1,
     with_interval,
 )
-from torchrope_lab.studies.engine.figures import ENCODING_AXIS, TOP1_AXIS, figure
-from torchrope_lab.studies.engine.models import NAME_COLUMNS, Measures, select_models
-from torchrope_lab.studies.engine.runs import Measure
-from torchrope_lab.studies.engine.study import Lab
+from torchrope_lab.engine.figures import ENCODING_AXIS, TOP1_AXIS, figure
+from torchrope_lab.engine.runs import Measure
+from torchrope_lab.engine.study import Lab
+from torchrope_lab.engine.trained_models import NAME_COLUMNS, Measures, select_models
+from torchrope_lab.results import Column, Figure, Findings, Table
+from torchrope_lab.statistics import constant_accuracy, draw
 from torchrope_lab.training.evaluate import predict, shuffler
 from torchrope_lab.training.models import Model, TokenClassifier
 

@@ -6,9 +6,7 @@ from math import ceil
 import numpy as np
 
 from torchrope_lab.conclusion import Interval, caveat, join_names
-from torchrope_lab.results import Axis, Figure, Row, Table
-from torchrope_lab.statistics import moved_by_seeds
-from torchrope_lab.studies.engine.estimates import (
+from torchrope_lab.engine.estimates import (
     SIMULTANEOUS,
     VERDICT,
     Columns,
@@ -23,11 +21,13 @@ from torchrope_lab.studies.engine.estimates import (
     verdict_of,
     with_interval,
 )
-from torchrope_lab.studies.engine.figures import ENCODING_AXIS, TOP1_AXIS, figure
-from torchrope_lab.studies.engine.grid import NAME_COLUMNS, ONLY, Cell, OneFactor, Results, Section
-from torchrope_lab.studies.engine.reach import Reach
-from torchrope_lab.studies.engine.reference import WITH_SAME, all_but, described, mixed_counterparts
-from torchrope_lab.studies.engine.runs import Trained
+from torchrope_lab.engine.figures import ENCODING_AXIS, TOP1_AXIS, figure
+from torchrope_lab.engine.grid import NAME_COLUMNS, ONLY, Cell, OneFactor, Results, Section
+from torchrope_lab.engine.reach import Reach
+from torchrope_lab.engine.reference import WITH_SAME, all_but, described, mixed_counterparts
+from torchrope_lab.engine.runs import Trained
+from torchrope_lab.results import Axis, Figure, Row, Table
+from torchrope_lab.statistics import moved_by_seeds
 
 
 def _sections(results: Results) -> Section:

@@ -1,1 +1,1 @@
-"""Training and measuring one model: configuration, the Lightning module, checkpoints, evaluation, cost."""
+"""Training and measuring one model: the Lightning module, checkpoints, evaluation, cost."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics.classification import MulticlassAccuracy
 
-from torchrope_lab.training.config import OptimConfig
+from torchrope_lab.settings.run_config import OptimConfig
 from torchrope_lab.training.module import MeanLoss, Module
 
 

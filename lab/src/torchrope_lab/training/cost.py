@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchrope.models import encoding_parameters
-from torchrope_lab.timing import interleaved_seconds
+from torchrope_lab.training.timing import interleaved_seconds
 
 # torch.linalg.matrix_exp evaluates a Taylor polynomial of degree 18 in five products (Bader, Blanes, Casas 2019);
 # the squarings that large generators add depend on values and are not counted.

@@ -10,10 +10,10 @@ from torch.nn import functional
 from torchmetrics.classification import MulticlassJaccardIndex
 from torchmetrics.detection import MeanAveragePrecision
 
-from torchrope_lab.dense import IGNORED
-from torchrope_lab.dense.average_precision import RECALLS, THRESHOLDS
-from torchrope_lab.dense.prediction import resized
-from torchrope_lab.training.config import OptimConfig
+from torchrope_lab.heads import IGNORED
+from torchrope_lab.heads.average_precision import RECALLS, THRESHOLDS
+from torchrope_lab.heads.prediction import resized
+from torchrope_lab.settings.run_config import OptimConfig
 from torchrope_lab.training.module import MeanLoss, Module
 
 Batch = tuple[Sequence[Tensor], Sequence[dict[str, Any]]]

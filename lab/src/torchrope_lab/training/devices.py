@@ -6,7 +6,7 @@ from typing import Any
 from lightning_fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
 from torchrope_lab.mistakes import Mistake
-from torchrope_lab.training.config import RunConfig
+from torchrope_lab.settings.run_config import RunConfig
 
 
 def with_devices(settings: dict[str, Any]) -> dict[str, Any]:

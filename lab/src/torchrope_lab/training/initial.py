@@ -15,8 +15,8 @@ from torchrope.models import ACTIVATIONS, Swin, ViT
 from torchrope_lab.data.build import make_data
 from torchrope_lab.files import read_mapping
 from torchrope_lab.mistakes import Mistake, as_mistake
+from torchrope_lab.settings.run_config import CONFIG, RunConfig, read_config
 from torchrope_lab.training.checkpoints import CHECKPOINT, WEIGHTS, read_weights
-from torchrope_lab.training.config import CONFIG, RunConfig, read_config
 from torchrope_lab.training.models import Model, build_model
 
 _ROTARY = re.compile(r"(.*\.)?encodings\.\d+\.")

@@ -18,7 +18,7 @@ from torchrope.tensors import can_read
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.mistakes import Mistake, as_mistake
-from torchrope_lab.training.config import TASKS, ModelConfig
+from torchrope_lab.settings.run_config import TASKS, ModelConfig
 
 
 class TokenClassifier(Transformer):

@@ -9,8 +9,8 @@ from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from torchrope_lab.training.config import OptimConfig
-from torchrope_lab.training.generators import commutator_penalty
+from torchrope_lab.settings.run_config import OptimConfig
+from torchrope_lab.training.commutators import commutator_penalty
 from torchrope_lab.training.optim import build_optimizer, build_schedule
 
 

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import torchrope as tr
 from torchrope.encodings import Encoding, ScoreBias
-from torchrope_lab.training.config import OptimConfig
+from torchrope_lab.settings.run_config import OptimConfig
 
 POLYNOMIAL_POWER = 0.9  # of DeepLab's decay, in mmsegmentation and detectron2
 

@@ -17,11 +17,12 @@ from pytorch_lightning.callbacks import Callback
 
 from torchrope.files import write_whole
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import CropRatio, with_crop_ratio
+from torchrope_lab.data.data_config import CropRatio, with_crop_ratio
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import load_modules
 from torchrope_lab.files import CURVE, holds_files, read_mapping, write_new
 from torchrope_lab.mistakes import Mistake, as_mistake
+from torchrope_lab.settings.run_config import CONFIG, MAY_CHANGE, PLACES, RunConfig, differences, plain, read_config
 from torchrope_lab.training.averaging import AveragedWeights
 from torchrope_lab.training.checkpoints import (
     CHECKPOINT,
@@ -33,9 +34,8 @@ from torchrope_lab.training.checkpoints import (
     read_weights,
 )
 from torchrope_lab.training.classifier import Classifier
-from torchrope_lab.training.config import CONFIG, MAY_CHANGE, PLACES, RunConfig, differences, plain, read_config
 from torchrope_lab.training.cost import count_flops
-from torchrope_lab.training.dense import build_dense_module
+from torchrope_lab.training.dense_models import build_dense_module
 from torchrope_lab.training.devices import accumulation_steps, with_devices
 from torchrope_lab.training.guards import LossGuard
 from torchrope_lab.training.history import History, OnEpoch, SeedEpoch

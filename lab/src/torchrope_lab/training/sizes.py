@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.mistakes import Mistake
-from torchrope_lab.training.config import ModelConfig, OptimConfig
+from torchrope_lab.settings.run_config import ModelConfig, OptimConfig
 
 Size = tuple[int, ...]
 

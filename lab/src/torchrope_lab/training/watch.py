@@ -18,9 +18,9 @@ from pytorch_lightning.loggers.logger import rank_zero_experiment
 from torchrope.files import write_whole
 from torchrope.models import ViT
 from torchrope_lab.mistakes import Mistake
+from torchrope_lab.settings.run_config import RunConfig, flat, plain
 from torchrope_lab.training.checkpoints import completes_step
-from torchrope_lab.training.config import RunConfig, flat, plain
-from torchrope_lab.training.generators import generator_measures
+from torchrope_lab.training.commutators import generator_measures
 
 BACKWARD_AND_FORWARD = 3
 """Cost of a training step in forward passes: a backward pass costs two (Kaplan et al. 2020, section 2.1)."""

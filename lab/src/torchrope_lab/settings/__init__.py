@@ -1,0 +1,1 @@
+"""Settings of the commands: dataclasses, and one parser. Does not import torch."""

@@ -1,1 +1,0 @@
-"""Shared code of the studies: settings, cached training runs, typed results."""
