@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import torchrope as tr
-from torchrope_lab.data.data_config import data_sets_with
 from torchrope_lab.engine.registry import STUDIES
 from torchrope_lab.results import StudyResult
 
@@ -102,15 +101,6 @@ def test_tables_of_published_numbers_are_those_of_the_data(page: str, number: st
 
 def test_studies_are_in_the_table_of_studies() -> None:
     assert set(STUDIES) <= set(re.findall(r"^\| `([\w-]+)` \|", (DOCS / "studies.md").read_text(), re.MULTILINE))
-
-
-def test_augmentations_are_listed_with_the_data_sets_that_have_them() -> None:
-    table = (DOCS / "data.md").read_text().partition("| setting | available for |")[2].partition("\n\n")[0]
-    rows = re.findall(r"^\| (`.+`) \| (`.+`.*) \|$", table, re.MULTILINE)
-    assert len(rows) > 4
-    for settings, names in rows:
-        for setting in re.findall(r"`(\w+)`", settings):
-            assert re.findall(r"`([\w-]+)`", names) == data_sets_with(f"augment.{setting}"), setting
 
 
 def test_numbers_on_the_page_of_results_are_those_of_the_answers_in_the_files() -> None:

@@ -19,7 +19,7 @@ LINES = {
     "benchmarks": 4454,
     "examples": 1000,
 }
-WORDS = 26652
+WORDS = 24871
 NAMES = 38
 
 
