@@ -15,7 +15,7 @@ LINES = {
     "src/torchrope/integrations src/torchrope/checkpoints": 6086,
     "lab/src": 24332,
     "tests": 23814,
-    "lab/tests": 22356,
+    "lab/tests": 22353,
     "benchmarks": 4454,
     "examples": 1000,
 }
