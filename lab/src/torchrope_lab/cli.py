@@ -92,7 +92,7 @@ patches; mIoU for semantic segmentation; AP for object detection. For a run, FOL
 --crop, --scales and --flip are for semantic segmentation; --sizes, --window-size and --positions for classification.
 
 At another input size, images and videos in files are read again at that size, and other data
-are resampled from the training size; the column "inputs" says which: read, drawn or resampled.
+are resampled from the training size; the column "inputs" says which: read, cropped or resampled.
 
 The file of a published checkpoint, in a format that torchrope.load_published reads, needs --data:
 
