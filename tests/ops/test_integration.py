@@ -1,6 +1,7 @@
 """Kernels with torch.compile, export, checkpointing, several processes, copy and pickle."""
 
 import copy
+import os
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -126,6 +127,7 @@ def train_data_parallel(rank: int, folder: str, wrap: str) -> None:
             torch.save({"loss": total / 2, "gradients": gradients}, Path(folder) / f"{encoding}.pt")
     torch.distributed.barrier()  # or one may leave while the other still speaks to it
     torch.distributed.destroy_process_group()
+    os._exit(0)  # at the end of an interpreter one of PyTorch's threads may abort it
 
 
 def _wrapped(model: tr.ViT, wrap: str) -> Callable[[Tensor], Tensor]:

@@ -14,7 +14,7 @@ LINES = {
     "src/torchrope/ops": 6653,
     "src/torchrope/integrations src/torchrope/checkpoints": 6086,
     "lab/src": 24332,
-    "tests": 23814,
+    "tests": 23816,
     "lab/tests": 22353,
     "benchmarks": 4454,
     "examples": 1000,
