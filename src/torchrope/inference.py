@@ -212,8 +212,7 @@ class Frozen(Float32Module):
     def rotation(self) -> Rotation:
         """Return the precomputed rotation, without a check of positions."""
         known, compiling = self._known, torch.compiler.is_compiling()
-        buffers: Any = self if compiling else self._buffers
-        if compiling or known is None or any([buffers[name] is not tensor for name, tensor in known[0]]):  # noqa: C419
+        if compiling or known is None or any(self._buffers[name] is not tensor for name, tensor in known[0]):
             tensors = {name: getattr(self, name) for name in self._fields}
             transposed = {"table": self.table.mT} if self.kind is Block else {}
             known = list(tensors.items()), self.kind(**{**tensors, **transposed}, **self.settings)
@@ -418,9 +417,8 @@ def _blockwise_planes(base: Tensor) -> tuple[Tensor, Tensor]:
     """Decompose blocks B `(heads, blocks, b, b)` in float64 on the CPU, on the meta device shapes only."""
     if base.is_meta:
         return base.clone(), base[..., 0, : base.shape[-1] // 2].clone()
-    decomposed = [
-        invariant_planes(block) for block in base.cpu().double().flatten(0, 1)
-    ]  # not every device has float64
+    blocks = base.cpu().double().flatten(0, 1)  # not every device has float64
+    decomposed = [invariant_planes(block) for block in blocks]
     bases, angular = (torch.stack(parts).unflatten(0, base.shape[:2]) for parts in zip(*decomposed, strict=True))
     return bases, angular
 

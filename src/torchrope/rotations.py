@@ -282,13 +282,7 @@ class Planar(Rotation):
 
     def in_halves(self) -> "Planar":
         """Return the rotation of channel pairs (i, i + rotary_dim / 2) instead of (2i, 2i + 1) by the same angles."""
-        if torch.compiler.is_compiling():
-            return self._with(interleaved=False)
-        halves: Planar | None = self.__dict__.get("_halves")
-        if halves is None:
-            halves = self._with(interleaved=False)
-            object.__setattr__(self, "_halves", halves)
-        return halves
+        return self._with(interleaved=False)
 
     def matrix(self) -> Tensor:
         dense = super().matrix()

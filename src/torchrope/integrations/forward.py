@@ -74,7 +74,7 @@ class ForwardState:
     @property
     def rotary(self) -> Rotary:
         """The encodings of the model."""
-        rotary: Rotary = self.tower._modules[ATTRIBUTE]
+        rotary: Rotary = getattr(self.tower, ATTRIBUTE)
         return rotary
 
     @property

@@ -1,6 +1,5 @@
 """`Rebound`: a method of another library's object in which global names refer to something else."""
 
-import dis
 import inspect
 from types import FunctionType
 from typing import Any
@@ -21,8 +20,6 @@ class Rebound:
         self.stand_ins = stand_ins
         self._original = undecorated(owner, method)
         self._function = with_globals(self._original, stand_ins)
-        loaded = (instr.argval for instr in dis.get_instructions(self._original) if instr.opname == "LOAD_GLOBAL")
-        self._names = tuple(dict.fromkeys(loaded))
         self._follow()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -37,7 +34,7 @@ class Rebound:
     def _follow(self) -> None:
         """Take over what names refer to in the method's module now."""
         names, module = self._function.__globals__, self._original.__globals__
-        for name in self._names:
+        for name in self._function.__code__.co_names:
             now = module.get(name)
             if name in self.stand_ins:
                 self.stand_ins[name].replaced = now

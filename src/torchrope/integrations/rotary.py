@@ -1,7 +1,7 @@
 """`Rotary`, the module that `swap` adds to a model of another library: its encodings and the positions they take."""
 
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -57,10 +57,8 @@ class Rotary(nn.Module):
         """Return the index of the encoding of a layer."""
         return layer if len(self.encodings) > 1 else 0
 
-    def _first_tensor(self) -> Tensor | None:
-        """Return a parameter or buffer of the first encoding that has one."""
-        held = (chain(part._parameters.values(), part._buffers.values()) for part in self.encodings.modules())
-        return next((tensor for tensors in held for tensor in tensors if tensor is not None), None)
+    def _tensors(self) -> Iterator[Tensor]:
+        return chain(self.encodings.parameters(), self.encodings.buffers())
 
     def lattice_of(self, layer: int) -> int:
         """Return the index of the first lattice that equals that of a layer."""
@@ -82,7 +80,7 @@ class Rotary(nn.Module):
 
     def _compute_orders(self) -> None:
         """Compute `channels` as tensors, no buffers: loaders overwrite those with memory that no file restores."""
-        first = self._first_tensor()
+        first = next(self._tensors(), None)
         device = "cpu" if first is None or first.is_meta else first.device
         self._orders: list[tuple[Tensor, Tensor] | None] = []
         for channels in self.channels:
@@ -118,9 +116,9 @@ class Rotary(nn.Module):
         """
         if isinstance(indices, Tensor):
             return pad(prefix(self.at(index, indices, sizes), before), (0, 0, 0, after))
-        first = self._first_tensor()
+        dtype = next((tensor.dtype for tensor in self._tensors()), None)
         keeps = not self.training and not torch.compiler.is_compiling() and all(type(size) is int for size in sizes)
-        read = (first is not None and first.dtype, torch.is_inference_mode_enabled()) if keeps else None
+        read = (dtype, torch.is_inference_mode_enabled()) if keeps else None
         key = (self._first[index], indices, *sizes, before, after, read)
         if keeps and key in self._known:
             return self._known[key]
@@ -133,8 +131,7 @@ class Rotary(nn.Module):
     def at(self, index: int, indices: Tensor, sizes: Sequence[int | Tensor] = ()) -> Tensor:
         """Return the positions of some tokens of a lattice for one encoding, `(..., tokens, axes)`."""
         lattice: Lattice = self.lattices[index]
-        first = self._first_tensor()
-        double = first is not None and first.dtype == torch.float64
+        double = any(tensor.dtype == torch.float64 for tensor in islice(self._tensors(), 1))
         if not indices.is_floating_point():  # read only where that costs no synchronisation
             double |= wide_positions(indices, unread=torch.float32).dtype == torch.float64
         positions = lattice.at(indices.to(torch.float64 if double else torch.float32), sizes)

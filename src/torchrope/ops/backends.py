@@ -10,10 +10,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from torchrope.ops import native, record
-from torchrope.tensors import private
+from torchrope.tensors import in_forward_mode, private
 
 BACKENDS = ("auto", "reference", "native", "triton")
 
@@ -98,7 +97,10 @@ def takes_kernels(kernel: str, *tensors: Tensor) -> bool:
     name = _CHOICE.name
     if name == "reference":
         return False
-    reason = (None if torch.compiler.is_compiling() else _reason_of_mode()) or _reason(kernel, name, tensors)
+    if in_forward_mode():
+        reason: str | None = "has no derivatives in forward mode"
+    else:
+        reason = "supports no torch.func transform" if _is_transformed() else _reason(kernel, name, tensors)
     if reason is not None:
         refuse(reason)
     if reason == _NOT_BUILT and not torch.compiler.is_compiling():
@@ -130,7 +132,7 @@ def refuse(reason: str) -> None:
 
 def _reason(kernel: str, name: str, tensors: tuple[Tensor, ...]) -> str | None:
     """Return why the kernel does not support the inputs, or None if it does."""
-    if name != "triton" and all([tensor.is_cpu and tensor.dtype in _KERNEL_DTYPES for tensor in tensors]):  # noqa: C419
+    if name != "triton" and all(tensor.is_cpu and tensor.dtype in _KERNEL_DTYPES for tensor in tensors):
         return None if native.LIBRARY is not None else _NOT_BUILT  # what follows, in less time
     kind = tensors[0].device.type
     on_gpu = runs_on_gpu(tensors[0])
@@ -194,8 +196,8 @@ _is_exporting_to_onnx._dynamo_marked_constant = True  # type: ignore[attr-define
 _interpreters = private("_C._functorch.get_interpreter_stack")
 
 
-def _reason_of_mode() -> str | None:
-    """Return why kernels are not called in an active mode, in which operators have neither gradients nor vmap rules."""
-    if getattr(forward_ad, "_current_level", -1) >= 0:
-        return "has no derivatives in forward mode"
-    return "supports no torch.func transform" if _interpreters is None or _interpreters() else None
+def _is_transformed() -> bool:
+    """Return whether a torch.func transform is active, under which operators have neither gradients nor vmap rules."""
+    if torch.compiler.is_compiling():
+        return False
+    return _interpreters is None or bool(_interpreters())

@@ -50,7 +50,7 @@ SCHEMAS = {
 
 _COMPUTE: dict[str, Callable[..., Any]] = {}  # of plain tensors
 _FUNCTIONS: dict[str, type[torch.autograd.Function]] = {}  # the same with gradients
-_PLAIN, _SETTINGS = (Tensor, nn.Parameter), (bool, list, type(None))
+_PLAIN, _SETTINGS = (Tensor, nn.Parameter), (bool, list)
 _OBSERVERS = [private(f"_C.{name}") for name in ("_len_torch_dispatch_stack", "_len_torch_function_stack")]
 _OBSERVERS += [private("_C._functorch.get_interpreter_stack"), private("_C._get_tracing_state")]
 _has_storage = private("_C._has_storage") or (lambda x: False)  # gradients of is_grads_batched have none
@@ -69,14 +69,14 @@ def _is_observed(args: Sequence[Any]) -> bool:
     """Return whether a mode, transform, tracer or subclass of tensors may have to see an operator."""
     if torch.compiler.is_compiling() or None in _OBSERVERS or any([observer() for observer in _OBSERVERS]):  # noqa: C419
         return True
-    # Tensors of a subclass, or whose memory does not hold their values.
-    for x in args:
-        if type(x) in _PLAIN:
-            if not _has_storage(x) or x.is_neg() or x._is_zerotensor():
-                return True
-        elif type(x) not in _SETTINGS:
-            return True
-    return False
+    return any([_is_special(x) for x in args])  # noqa: C419
+
+
+def _is_special(x: Any) -> bool:
+    """Return whether an argument is a tensor of a subclass, or one whose memory does not hold its values."""
+    if type(x) in _PLAIN:
+        return not _has_storage(x) or x.is_neg() or x._is_zerotensor()
+    return x is not None and type(x) not in _SETTINGS
 
 
 def kernels(like: Tensor) -> ModuleType:
