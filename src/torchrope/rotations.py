@@ -22,6 +22,7 @@ from typing_extensions import Self
 from torchrope.ops import pairs
 from torchrope.ops.pairs import Pair, absent
 from torchrope.ops.reference import combine, cos_sin
+from torchrope.ops.shapes import basis_fits, block_fits, planar_fits, shown
 from torchrope.ops.skew_exp import exponential
 from torchrope.tensors import Value, block_diagonal, can_read, exact_matmul, wide_positions, without_autocast
 
@@ -39,6 +40,13 @@ class Rotation(Value, ABC):
 
     head_dim: int
     num_heads: int | None = None
+    _is_consistent = False  # whether `_require_consistent` has passed
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        if not torch.compiler.is_compiling():  # where operators check
+            self._require_consistent()
+            object.__setattr__(self, "_is_consistent", True)
 
     @abstractmethod
     def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
@@ -74,6 +82,8 @@ class Rotation(Value, ABC):
         Raises:
             ValueError: another batch, number of heads or tokens, or head_dim.
         """
+        if not (torch.compiler.is_compiling() or self._is_consistent):
+            self._require_consistent()
         if x.ndim < 3 or not x.is_floating_point():
             raise ValueError(
                 f"{name} must be floating point (batch, heads, tokens, head_dim), got {x.dtype} {tuple(x.shape)}"
@@ -109,6 +119,24 @@ class Rotation(Value, ABC):
         if name == "k" and not shared and self.heads != key_heads:
             hint = f"for grouped queries build the encoding with num_heads={key_heads} or shared_heads=True"
             raise ValueError(f"heads of k must be the rotation's {self.heads}, got {key_heads}; {hint}")
+
+    @abstractmethod
+    def _fits(self) -> bool:
+        """Return whether the shapes of the tensors fit one another; may raise ValueError or IndexError if not."""
+
+    def _require_consistent(self) -> None:
+        """Raise ValueError unless the tensors are floating point, on one device, and fit: kernels trust them."""
+        tensors = self._tensors()
+        try:
+            device = tensors[0].device
+            consistent = all([x.is_floating_point() and x.device == device for x in tensors])  # noqa: C419
+            if consistent and self._fits() and (self.num_heads is None or self.shape[-2] in (1, self.num_heads)):
+                return
+        except (ValueError, IndexError):  # a tensor has another number of dimensions
+            pass
+        sizes = ", ".join(f"{name}={shown(value)}" for name, value in self._values().items() if value is not None)
+        rule = f"{type(self).__name__} needs floating-point tensors on one device whose shapes fit one another"
+        raise ValueError(f"{rule}, got {sizes}")
 
     @property
     @abstractmethod
@@ -255,6 +283,9 @@ class Planar(Rotation):
     def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
         return pairs.rotate_planar(x, self.positions, self.frequencies, self._table, self.interleaved)
 
+    def _fits(self) -> bool:
+        return planar_fits(self.positions, self.frequencies, self._table, self.head_dim)
+
     @property
     def rotary_dim(self) -> int:
         return 2 * self.frequencies.shape[-1]
@@ -328,6 +359,12 @@ class GivenAngles(Planar):
         if self._table is None:
             return pairs.rotate_by_angles(x, self.given, self.interleaved)
         return super().encode(x)
+
+    def _fits(self) -> bool:
+        *batch, tokens, _ = self.positions.shape
+        _, heads, pairs = self.frequencies.shape
+        fits = self.given.shape == (*batch, heads, tokens, pairs) and 2 * pairs <= self.head_dim
+        return fits and (self._table is None or super()._fits())
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -424,6 +461,9 @@ class Commuting(Rotation):
     def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
         return pairs.rotate_basis(x, self.positions, self.factors, self.base, self.basis, self.angular)
 
+    def _fits(self) -> bool:
+        return basis_fits(self.positions, self.factors, self.base, self.basis, self.angular, self.head_dim)
+
     def shares_basis(self, other: Rotation, x: Pair) -> bool:
         # Kernels apply U also to blocks that never rotate, so these must be the same: compare factors and w too.
         names = ("factors", "angular", "basis")
@@ -484,6 +524,12 @@ class PlanarInBasis(Rotation):
     def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
         return pairs.in_basis(x, self.basis, self.planar.encode) if self.basis.numel() else x[:2]
 
+    def _fits(self) -> bool:
+        heads, blocks, b, columns = self.basis.shape
+        _, frequency_heads, pairs = self.frequencies.shape
+        fits = b == columns and blocks * b == 2 * pairs and frequency_heads in (1, heads)
+        return fits and planar_fits(self.positions, self.frequencies, self._table, self.head_dim)
+
     def shares_basis(self, other: Rotation, x: Pair) -> bool:
         if not isinstance(other, PlanarInBasis):
             return False
@@ -543,6 +589,9 @@ class Block(Rotation):
 
     def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
         return pairs.rotate_block(x, self.table, self._tangent)
+
+    def _fits(self) -> bool:
+        return block_fits(self.table, self._tangent, self.head_dim)
 
     @property
     def rotary_dim(self) -> int:

@@ -1,9 +1,11 @@
 """What users' methods and calls give in other shapes than promised is refused in one line, before a kernel runs."""
 
+import random
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import torchrope as tr
 from torchrope.encodings import Encoding, planar, skew
 from torchrope.encodings.base import upper_triangle
 from torchrope.encodings.skew_matrices import cayley
-from torchrope.ops import native
+from torchrope.ops import library, native
 
 OPS = torch.ops.torchrope
 needs_kernels = pytest.mark.skipif(native.LIBRARY is None, reason="no kernels were built for this machine")
@@ -177,42 +179,14 @@ def test_skew_of_single_rows_and_of_empty_batches() -> None:
 Q, P = torch.randn(2, 2, 5, 8), torch.randn(1, 5, 2)
 F, TABLE = torch.randn(2, 2, 4), torch.eye(4).expand(1, 2, 5, 2, 4, 4)
 BASIS = (P, ones(2, 2, 2), torch.zeros(2, 2, 4, 4), torch.eye(4).expand(2, 2, 4, 4), ones(2, 2, 2))
-GENERATED = torch.zeros(2, 2, 2, 4, 4)
-REFUSED: dict[str, Callable[[], Any]] = {
-    "0 pairs": lambda: OPS.rotate_planar(Q, Q, P, F[..., :0], None, False),
-    "0 heads": lambda: OPS.rotate_planar(Q, Q, P, F[:, :0], None, False),
-    "0 axes": lambda: OPS.rotate_planar(Q, Q, P[..., :0], F[:0], None, False),
-    "too many pairs": lambda: OPS.rotate_planar(Q, Q, P, torch.randn(2, 2, 5), None, False),
-    "axes": lambda: OPS.rotate_planar(Q, Q, P, F[:1], None, False),
-    "tokens": lambda: OPS.rotate_planar(Q, Q, P[:, :4], F, None, False),
-    "tokens of k": lambda: OPS.rotate_planar(Q, Q[:, :, :4], P, F, None, False),
-    "heads": lambda: OPS.rotate_planar(Q, Q, P, torch.randn(2, 3, 4), None, False),
-    "sets": lambda: OPS.rotate_planar(ones(4, 2, 5, 8), Q, ones(2, 5, 2), F, None, False),
-    "dimensions": lambda: OPS.rotate_planar(Q[0], Q, P, F, None, False),
-    "dtype": lambda: OPS.rotate_planar(Q.double(), Q.double(), P, F, None, False),
-    "device": lambda: OPS.rotate_planar(Q, Q, P.to("meta"), F, None, False),
+REFUSED: dict[str, Callable[[], Any]] = {  # what a change of one argument in test_operator_arguments.py leaves out
     "table": lambda: OPS.rotate_planar(Q, Q, P, F, torch.randn(1, 2, 5, 3, 2), False),
-    "gradient": lambda: OPS.rotate_planar_backward(Q[:1], Q, Q, Q, P, F, None, False, [True, True]),
-    "factors": lambda: OPS.rotate_basis(Q, Q, P, ones(2, 1, 2), *BASIS[2:], True),
-    "angular": lambda: OPS.rotate_basis(Q, Q, *BASIS[:4], ones(2, 2, 1), True),
-    "basis": lambda: OPS.rotate_basis_backward(Q, Q, Q, Q, P, BASIS[1], ones(2, 1, 4, 4), BASIS[4], True, [True] * 3),
-    "odd blocks": lambda: OPS.skew_eig(torch.zeros(1, 3, 3)),
+    "0 axes": lambda: OPS.rotate_planar(Q, Q, P[..., :0], F[:0], None, False),
+    "sets": lambda: OPS.rotate_planar(ones(4, 2, 5, 8), Q, ones(2, 5, 2), F, None, False),
+    "dtype": lambda: OPS.rotate_planar(Q.double(), Q.double(), P, F, None, False),
     "no blocks dimension": lambda: OPS.skew_eig(torch.zeros(4, 4)),
-    "double blocks": lambda: OPS.skew_eig(torch.zeros(1, 4, 4, dtype=torch.float64)),
-    "table's blocks": lambda: OPS.rotate_block(Q, Q, ones(1, 2, 5, 3, 4, 4), ones(0)),
-    "table's rows": lambda: OPS.rotate_block(Q, Q, ones(1, 2, 5, 2, 4, 3), ones(0)),
-    "table's dtype": lambda: OPS.rotate_block(Q, Q, TABLE.double(), ones(0)),
-    "tangent": lambda: OPS.rotate_block(Q, Q, TABLE, ones(1, 2, 5, 2, 5)),
-    "gradient of blocks": lambda: OPS.rotate_block_backward(Q, Q[..., :4], Q, Q, TABLE, True),
-    "generators": lambda: OPS.exp_generators(P, torch.zeros(1, 2, 2, 4, 4)),
-    "generators' rows": lambda: OPS.exp_generators(P, torch.zeros(2, 2, 2, 4, 3)),
     "large generators": lambda: OPS.exp_generators(P, torch.zeros(2, 1, 1, 129, 129)),
-    "gradient of generators": lambda: OPS.exp_generators_backward(
-        P, torch.zeros(2, 2, 2, 4, 4), ones(1, 2, 5, 2, 5), True
-    ),
-    "exponents": lambda: OPS.skew_exp(torch.zeros(1, 4, 3)),
     "double exponents": lambda: OPS.skew_exp(torch.zeros(1, 4, 4, dtype=torch.float64)),
-    "gradient of exponents": lambda: OPS.skew_exp_backward(torch.zeros(2, 4, 4), ones(1, 6)),
 }
 
 
@@ -225,33 +199,80 @@ def test_operators_refuse_arguments_that_do_not_fit(name: str, called: list[str]
     assert not called
 
 
+def in_basis(**changed: Tensor) -> tr.rotations.PlanarInBasis:
+    fields = dict(positions=P[0], frequencies=F, basis=torch.eye(8).expand(2, 1, 8, 8))
+    return tr.rotations.PlanarInBasis(**{**fields, **changed}, head_dim=8)
+
+
 def commuting(**changed: Tensor) -> tr.rotations.Commuting:
     fields = dict(zip(("positions", "factors", "base", "basis", "angular"), (P[0], *BASIS[1:]), strict=True))
     return tr.rotations.Commuting(**{**fields, **changed}, head_dim=8)
 
 
-@pytest.mark.parametrize(
-    "rotation",
-    [
-        tr.rotations.Planar(positions=P[0], frequencies=F[:1], head_dim=8),
-        tr.rotations.Planar(positions=P[0], frequencies=F, _table=torch.ones(2, 5, 3, 2), head_dim=8),
-        tr.rotations.Planar(positions=P[0], frequencies=torch.randn(2, 2, 6), head_dim=8),
-        tr.rotations.Commuting(
-            positions=P[0], factors=ones(1, 2, 2), base=BASIS[2], basis=BASIS[3], angular=BASIS[4], head_dim=8
-        ),
-        tr.rotations.Commuting(
-            positions=P[0], factors=ones(2, 2, 2), base=BASIS[2], basis=BASIS[3], angular=ones(2, 2, 1), head_dim=8
-        ),
-        tr.rotations.Block(table=torch.ones(2, 5, 3, 4, 4), head_dim=8),
-        tr.rotations.Block(table=torch.ones(2, 5, 2, 4, 3), head_dim=8),
-    ],
-    ids=["axes", "table", "pairs", "factors", "angular", "blocks", "rows"],
-)
+INCONSISTENT: dict[str, Callable[[], Any]] = {
+    "axes": lambda: tr.rotations.Planar(positions=P[0], frequencies=F[:1], head_dim=8),
+    "table": lambda: tr.rotations.Planar(positions=P[0], frequencies=F, _table=ones(2, 5, 3, 2), head_dim=8),
+    "pairs": lambda: tr.rotations.Planar(positions=P[0], frequencies=torch.randn(2, 2, 6), head_dim=8),
+    "dimensions": lambda: tr.rotations.Planar(positions=P[0], frequencies=F[0], head_dim=8),
+    "whole numbers": lambda: tr.rotations.Planar(positions=P[0].long(), frequencies=F, head_dim=8),
+    "device": lambda: tr.rotations.Planar(positions=P[0], frequencies=F.to("meta"), head_dim=8),
+    "number of heads": lambda: tr.rotations.Planar(positions=P[0], frequencies=F, head_dim=8, num_heads=3),
+    "heads of a basis": lambda: in_basis(frequencies=torch.randn(2, 3, 4)),
+    "channels of a basis": lambda: in_basis(basis=torch.eye(4).expand(2, 1, 4, 4)),
+    "factors": lambda: commuting(factors=ones(1, 2, 2)),
+    "angular": lambda: commuting(angular=ones(2, 2, 1)),
+    "blocks": lambda: tr.rotations.Block(table=ones(2, 5, 3, 4, 4), head_dim=8),
+    "rows": lambda: tr.rotations.Block(table=ones(2, 5, 2, 4, 3), head_dim=8),
+    "tangent": lambda: tr.rotations.Block(table=TABLE[0], _tangent=ones(2, 5, 2, 5), head_dim=8),
+}
+
+
+@pytest.mark.parametrize("name", INCONSISTENT)
+def test_rotations_of_inconsistent_tensors_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"^\w+ needs floating-point tensors on one device .*, got ") as caught:
+        INCONSISTENT[name]()
+    assert "\n" not in str(caught.value)
+
+
 @needs_kernels
-def test_rotations_of_inconsistent_tensors_are_refused(rotation: Any, called: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"^rotate_\w+ needs .*, got "):
-        tr.rotate(Q, Q, rotation, layout="bhtd")
+def test_a_rotation_that_was_not_checked_when_it_was_made_is_when_it_is_used(called: list[str]) -> None:
+    """As one that a compiled function made, or a file."""
+    rotation = object.__new__(tr.rotations.Planar)
+    for name, value in dict(positions=P[0], frequencies=F[:1], head_dim=8).items():
+        object.__setattr__(rotation, name, value)
+    with pytest.raises(ValueError, match=r"^Planar needs "):
+        tr.rotate(Q, Q, rotation)
     assert not called
+
+
+@needs_kernels
+@torch.no_grad()
+def test_whatever_rotate_hands_to_kernels_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operators, which check everything, must not refuse what `rotate` and `apply` have let through."""
+    for name in ("rotate_planar", "rotate_basis", "rotate_block"):
+        monkeypatch.setitem(library._COMPUTE, name, getattr(OPS, name))
+    draw, passed, messages = random.Random(0), 0, []
+    rotations = [
+        family(num_axes=2, num_heads=2, head_dim=8, shared_heads=shared)(torch.randn(*batch, 5, 2))
+        for family in (tr.MixedRoPE, tr.ComRoPELD, tr.STRING, partial(tr.LieRE, block_size=4))
+        for shared in (False, True)
+        for batch in ((), (1,), (3,))
+    ]
+    rotations += [rotation.tabulated() for rotation in rotations]
+    for _ in range(3000):
+        rotation, batch = draw.choice(rotations), draw.choice([(), (1,), (3,), (0,), (3,), (2, 3), (3, 1)])
+        sizes = [
+            (draw.choice((2, 2, 4, 1, 3, 0)), draw.choice((5, 5, 5, 4, 0)), draw.choice((8, 8, 8, 9))) for _ in "qk"
+        ]
+        q, k = (torch.randn(*draw.choice((batch, batch, (3,))), *size) for size in sizes)
+        other = draw.choice((None, None, draw.choice(rotations)))
+        try:
+            tr.rotate(q, q if draw.random() < 0.5 else k, rotation, key_rotation=other, scores_only=draw.random() < 0.5)
+            passed += 1
+        except ValueError as error:
+            messages.append(str(error))
+    assert passed > 200 < len(messages)
+    assert not [message for message in messages if message.startswith("rotate_")]
 
 
 @needs_kernels

@@ -57,7 +57,7 @@ _has_storage = private("_C._has_storage") or (lambda x: False)  # gradients of i
 
 
 def run(name: str, *args: Any) -> Any:
-    """Call an operator; of plain tensors without the dispatcher, which takes longer than a small kernel."""
+    """Call an operator with checked arguments; of plain tensors without the dispatcher, slower than a small kernel."""
     if _is_observed(args):
         return getattr(OPS, name)(*args)
     if not torch.is_grad_enabled() or not any([isinstance(x, Tensor) and x.requires_grad for x in args]):  # noqa: C419
@@ -89,17 +89,21 @@ def _register(name: str, schema: str, fake: Callable[..., Any]) -> None:
     parameters = tuple(argument.split()[-1] for argument in schema[1 : schema.index(") ->")].split(", "))
 
     def compute(*args: Any) -> Any:
-        require_fit(name, parameters, args)
         result = getattr(kernels(args[0]), name)(*args)
         return (result, _tangent(result)) if name == "exp_generators" else result
+
+    def check_and_compute(*args: Any) -> Any:
+        require_fit(name, parameters, args)
+        return compute(*args)
 
     def allocate(*args: Any) -> Any:
         require_fit(name, parameters, args, sizes=False)
         return fake(*args)
 
     torch.library.define(f"torchrope::{name}", schema)
-    torch.library.impl(f"torchrope::{name}", ("cpu", "cuda"))(compute)
-    _COMPUTE[name] = compute
+    torch.library.impl(f"torchrope::{name}", ("cpu", "cuda"))(check_and_compute)
+    # Rotations and encodings check what forward passes get; hooks may replace saved tensors before the backward ones.
+    _COMPUTE[name] = check_and_compute if name.endswith("_backward") else compute
     torch.library.register_fake(f"torchrope::{name}", allocate)
 
 

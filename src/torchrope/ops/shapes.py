@@ -1,7 +1,7 @@
-"""Checks of shapes, dtypes and devices: of what the methods of an encoding return, and of the arguments of kernels.
+"""Checks of shapes, dtypes and devices: of what encodings return, of the tensors of rotations, of operators' arguments.
 
-Kernels trust their arguments, and these checks come before every one of them. No values are read, so the checks hold
-for symbolic sizes too.
+Kernels trust their arguments. Those of a rotation are checked once, when it is made, and q and k when they are rotated;
+those of a registered operator at every call. No values are read, so the checks hold for symbolic sizes too.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,47 +53,54 @@ def shown(x: object) -> str:
     return f"{dtype}{tuple(x.shape)}"
 
 
-# Of operators: each predicate takes the arguments of one, and may raise ValueError or IndexError where a tensor has
-# another number of dimensions.
+# The predicates may raise ValueError or IndexError where a tensor has another number of dimensions.
 
 
-def _planar_fits(positions: Tensor, frequencies: Tensor, table: Tensor | None, head_dim: int) -> bool:
-    """Return whether positions `([sets,] tokens, axes)`, frequencies and table fit one another."""
+def planar_fits(positions: Tensor, frequencies: Tensor, table: Tensor | None, head_dim: int) -> bool:
+    """Return whether positions `(*batch, tokens, axes)`, frequencies and table of a `Planar` rotation fit."""
     axes, heads, pairs = frequencies.shape
-    *sets, tokens, position_axes = positions.shape
-    fits = len(sets) <= 1 and position_axes == axes and heads > 0 and 0 < 2 * pairs <= head_dim
-    fits = fits and (axes > 0 or table is not None)
-    return fits and (table is None or table.shape == (*sets, heads, tokens, 2, pairs))
+    *batch, tokens, position_axes = positions.shape
+    fits = (
+        position_axes == axes and heads > 0 and 2 * pairs <= head_dim and (axes > 0 or not pairs or table is not None)
+    )
+    return fits and (table is None or table.shape == (*batch, heads, tokens, 2, pairs))
 
 
-def _basis_fits(
-    positions: Tensor, factors: Tensor, base: Tensor, basis: Tensor, angular: Tensor, head_dim: int
-) -> bool:
+def basis_fits(positions: Tensor, factors: Tensor, base: Tensor, basis: Tensor, angular: Tensor, head_dim: int) -> bool:
     """Return whether the tensors of a `Commuting` rotation fit one another."""
     heads, blocks, b, columns = basis.shape
-    axes = positions.shape[-1]
+    *_, _tokens, axes = positions.shape
     return (
-        positions.ndim in (2, 3)
-        and base.shape == basis.shape
+        base.shape == basis.shape
         and factors.shape == (axes, heads, blocks)
         and angular.shape == (heads, blocks, b // 2)
         and b == columns
         and b % 2 == 0
         and axes > 0
         and heads > 0
-        and 0 < blocks * b <= head_dim
+        and blocks * b <= head_dim
     )
 
 
-def _sides_fit(q: Tensor, k: Tensor, sets: int, heads: int, tokens: int) -> bool:
-    """Return whether q and k can be rotated by so many sets of positions, heads of the rotation and tokens."""
-    batch, q_heads, q_tokens, head_dim = q.shape
+def block_fits(table: Tensor, tangent: Tensor | None, head_dim: int) -> bool:
+    """Return whether blocks `(*batch, heads, tokens, blocks, b, b)` and the tangent of a `Block` rotation fit."""
+    *batch, heads, tokens, blocks, b, columns = table.shape
+    entries = (*batch, heads, tokens, blocks, b * (b - 1) // 2)
+    return b == columns and heads > 0 and blocks * b <= head_dim and (tangent is None or tangent.shape == entries)
+
+
+def _sides_fit(q: Tensor, k: Tensor, batch: Sequence[int], heads: int, tokens: int, channels: int) -> bool:
+    """Return whether q and k can be rotated by so many batch dimensions, heads, tokens and channels of a rotation."""
+    batch_of_q, q_heads, q_tokens, head_dim = q.shape
     key_batch, key_heads, key_tokens, key_dim = k.shape
+    sets = batch[0] if batch else 1
     return (
-        q_tokens == tokens == key_tokens
+        len(batch) <= 1
+        and channels > 0
+        and q_tokens == tokens == key_tokens
         and head_dim == key_dim
         and q_heads % heads == 0 == key_heads % heads
-        and (sets == 1 or (batch in (0, sets) and key_batch in (0, sets)))
+        and (sets == 1 or (batch_of_q in (0, sets) and key_batch in (0, sets)))
         and q.dtype in _NARROW
         and k.dtype in _NARROW
     )
@@ -105,10 +112,9 @@ def _gradients_fit(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor) -> bool
 
 
 def _rotate_planar(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None, _: bool) -> bool:
-    *sets, tokens, _axes = positions.shape
-    return _planar_fits(positions, frequencies, table, q.shape[3]) and _sides_fit(
-        q, k, sets[0] if sets else 1, frequencies.shape[1], tokens
-    )
+    *batch, tokens, _axes = positions.shape
+    heads, pairs = frequencies.shape[1:]
+    return planar_fits(positions, frequencies, table, q.shape[3]) and _sides_fit(q, k, batch, heads, tokens, pairs)
 
 
 def _rotate_planar_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, *args: Any) -> bool:
@@ -118,10 +124,9 @@ def _rotate_planar_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor
 def _rotate_basis(
     q: Tensor, k: Tensor, positions: Tensor, factors: Tensor, base: Tensor, basis: Tensor, angular: Tensor, _: bool
 ) -> bool:
-    *sets, tokens, _axes = positions.shape
-    return _basis_fits(positions, factors, base, basis, angular, q.shape[3]) and _sides_fit(
-        q, k, sets[0] if sets else 1, factors.shape[1], tokens
-    )
+    *batch, tokens, _axes = positions.shape
+    fits = basis_fits(positions, factors, base, basis, angular, q.shape[3])
+    return fits and _sides_fit(q, k, batch, factors.shape[1], tokens, basis.shape[1] * basis.shape[2])
 
 
 def _rotate_basis_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, *args: Any) -> bool:
@@ -131,17 +136,9 @@ def _rotate_basis_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor,
 
 
 def _rotate_block(q: Tensor, k: Tensor, table: Tensor, tangent: Tensor) -> bool:
-    *batch, heads, tokens, blocks, b, columns = table.shape
-    sets = batch[0] if batch else 1
-    return (
-        b == columns
-        and len(batch) <= 1
-        and heads > 0
-        and 0 < blocks * b <= q.shape[3]
-        and table.dtype == torch.float32
-        and tangent.shape in ((0,), (*batch, heads, tokens, blocks, b * (b - 1) // 2))
-        and _sides_fit(q, k, sets, heads, tokens)
-    )
+    *batch, heads, tokens, blocks, b, _ = table.shape
+    fits = block_fits(table, None if tangent.shape == (0,) else tangent, q.shape[3]) and table.dtype == torch.float32
+    return fits and _sides_fit(q, k, batch, heads, tokens, blocks * b)
 
 
 def _rotate_block_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, table: Tensor, wanted: bool) -> bool:
@@ -178,36 +175,20 @@ def _skew_eig(base: Tensor) -> bool:
     return b == columns >= 2 and b % 2 == 0 and base.dtype == torch.float32
 
 
-_VECTORS = "q and k (batch, heads, tokens, head_dim) in float32, bfloat16 or float16"
-_OF_PLANAR = (
-    f"{_VECTORS}, positions ([1 or batch,] tokens, axes), frequencies (axes, 1 or heads, 1 to head_dim / 2), "
-    "table ([1 or batch,] 1 or heads, tokens, 2, pairs) or None"
-)
-_OF_BASIS = (
-    f"{_VECTORS}, positions ([1 or batch,] tokens, axes), factors (axes, 1 or heads, blocks), base and basis "
-    "(1 or heads, blocks, b, b), b even, angular (1 or heads, blocks, b / 2)"
-)
-_OF_BLOCK = (
-    f"{_VECTORS}, table ([1 or batch,] 1 or heads, tokens, blocks, b, b) in float32, tangent (0) or "
-    "([1 or batch,] 1 or heads, tokens, blocks, b (b - 1) / 2)"
-)
-_OF_EXP = "positions ([sets,] tokens, axes), generators (axes, heads, blocks, b, b), b from 2 to 128 (64 on a GPU)"
-_OF_SKEW_EXP = "exponents (count, b, b) in float32, b from 2 to 128 (64 on a GPU)"
-
-_RULES: dict[str, tuple[Callable[..., bool], str]] = {
-    "rotate_planar": (_rotate_planar, _OF_PLANAR),
-    "rotate_planar_backward": (_rotate_planar_backward, f"gradients as q and k, {_OF_PLANAR}"),
-    "rotate_basis": (_rotate_basis, _OF_BASIS),
-    "rotate_basis_backward": (_rotate_basis_backward, f"gradients as q and k, {_OF_BASIS}"),
-    "skew_eig": (_skew_eig, "base (..., blocks, b, b) in float32, b even"),
-    "rotate_block": (_rotate_block, _OF_BLOCK),
-    "rotate_block_backward": (_rotate_block_backward, f"gradients as q and k, {_OF_BLOCK}"),
-    "exp_generators": (_exp_generators, _OF_EXP),
-    "exp_generators_backward": (_exp_generators_backward, f"{_OF_EXP}, d_tangent as of the table's blocks"),
-    "skew_exp": (_skew_exp, _OF_SKEW_EXP),
-    "skew_exp_backward": (_skew_exp_backward, f"{_OF_SKEW_EXP}, d_tangent (count, b (b - 1) / 2)"),
+_FITS: dict[str, Callable[..., bool]] = {
+    "rotate_planar": _rotate_planar,
+    "rotate_planar_backward": _rotate_planar_backward,
+    "rotate_basis": _rotate_basis,
+    "rotate_basis_backward": _rotate_basis_backward,
+    "skew_eig": _skew_eig,
+    "rotate_block": _rotate_block,
+    "rotate_block_backward": _rotate_block_backward,
+    "exp_generators": _exp_generators,
+    "exp_generators_backward": _exp_generators_backward,
+    "skew_exp": _skew_exp,
+    "skew_exp_backward": _skew_exp_backward,
 }
-"""Of each operator, whether its arguments fit one another, and the rule in words."""
+"""Of each operator, whether its arguments fit one another."""
 
 
 def require_fit(name: str, parameters: Sequence[str], args: Sequence[Any], *, sizes: bool = True) -> None:
@@ -222,12 +203,11 @@ def require_fit(name: str, parameters: Sequence[str], args: Sequence[Any], *, si
             raise ValueError(f"{rule}, got {parameter} {shown(x)} on {x.device}")
     if not sizes:
         return
-    fits, rule = _RULES[name]
     try:
-        if fits(*args):
+        if _FITS[name](*args):
             return
     except (ValueError, IndexError):  # a tensor has another number of dimensions
         pass
     named = zip(parameters, args, strict=True)
     shapes = ", ".join(f"{parameter} {shown(x)}" for parameter, x in named if isinstance(x, Tensor))
-    raise ValueError(f"{name} needs {rule}, got {shapes}")
+    raise ValueError(f"{name} needs shapes and dtypes as SCHEMAS of torchrope.ops.library says, got {shapes}")
