@@ -14,7 +14,7 @@ from torchrope.encodings.base import Positions
 from torchrope.encodings.names import built_as
 from torchrope.encodings.skew_matrices import invariant_planes
 from torchrope.models import Swin, ViT
-from torchrope.models.layers import builders
+from torchrope.models.layers import choice_of
 from torchrope.ops.backends import takes_kernels
 from torchrope.ops.layouts import heads_first
 from torchrope.ops.shapes import shown
@@ -120,7 +120,7 @@ def absorb(model: ViT) -> ViT:
                 rule = "absorb needs layers that share a projection to share the encoding"
                 raise ValueError(f"{rule}, got layer {index}")
     plain.encodings = nn.ModuleList(split[encoding][0] for encoding in plain.encodings)
-    plain.arguments |= {"positions": plain.position_map, **builders(plain)}
+    plain.arguments |= {"positions": plain.position_map, "encoding": choice_of(plain)}
     return plain
 
 

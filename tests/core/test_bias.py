@@ -107,10 +107,6 @@ def test_parse_encoding_accepts_a_bias_with_others() -> None:
             lambda: tr.RelativePositionBias(sizes=(2, 2), num_heads=1)(2),
             "RelativePositionBias needs 2 sizes, one per axis, got 1",
         ),
-        (
-            lambda: tr.ViT((8, 8), patch_size=2, encoding="bias", bias=tr.RelativePositionBias),
-            "bias must be None if the name includes one, got 'bias' and bias=",
-        ),
     ],
 )
 def test_bias_refuses_invalid_arguments_in_one_line(make: object, message: str) -> None:

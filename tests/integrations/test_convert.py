@@ -14,6 +14,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel, Dinov2Config, Dinov2
 
 import torchrope as tr
 from torchrope.checkpoints.convert import load_backbone, read_model, to_torchrope
+from torchrope.encodings import Choice
 from torchrope.models import Features
 
 SIZES = [(64, 64), (96, 128), (80, 50)]  # of training, and beyond
@@ -160,8 +161,14 @@ one = dict(patch_size=8, dim=32, depth=4, num_heads=2, encoding="mixed")
         (lambda: tr.ViT((64, 64), **one, layer_scale=1e-4), "layers.0.scale1: LayerScale instead of Identity"),
         (lambda: tr.ViT((64, 64), **one, activation=nn.ReLU), "layers.0.mlp.1: ReLU instead of GELU"),
         (lambda: tr.ViT((64, 64), **one, num_registers=2), r"prefix_tokens: \(3, 32\) instead of \(1, 32\)"),
-        (lambda: tr.ViT((64, 64), **one, absolute=tr.SinusoidalAPE), "absolute: SinusoidalAPE instead of nothing"),
-        (lambda: tr.ViT((64, 64), **one, bias=tr.RelativePositionBias), "biases.0.table: .* instead of nothing"),
+        (
+            lambda: tr.ViT((64, 64), **one | {"encoding": Choice(tr.MixedRoPE, tr.SinusoidalAPE)}),
+            "absolute: SinusoidalAPE instead of nothing",
+        ),
+        (
+            lambda: tr.ViT((64, 64), **one | {"encoding": Choice(tr.MixedRoPE, bias=tr.RelativePositionBias)}),
+            "biases.0.table: .* instead of nothing",
+        ),
         (
             lambda: tr.ViT((64, 64), **one, positions=tr.Lattice(2.0, -1.0, offset=0.5, per="size")),
             "positions: others on the same lattice",

@@ -332,7 +332,10 @@ def clip() -> Any:
         (frozen_swapped, "^inflate needs a model that is not frozen, got a frozen VisionTransformer$"),
         (lambda: ours("learned+alibi"), "and biases of RelativePositionBias, got ALiBi$"),
         (lambda: ours("fire"), "and biases of RelativePositionBias, got FIRE$"),
-        (lambda: ours("mixed", bias=tr.encodings.LookHere), "and biases of RelativePositionBias, got LookHere$"),
+        (
+            lambda: ours(tr.encodings.Choice(tr.MixedRoPE, bias=tr.encodings.LookHere)),
+            "and biases of RelativePositionBias, got LookHere$",
+        ),
         (lambda: tr.inflate(ours("mixed")), "axes must be greater than the model's 3, got 3"),
         (lambda: tr.swap(made("rope_axial"), "mixed", keep_rotation=True), "keep_rotation=True"),
     ],

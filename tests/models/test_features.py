@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import torchrope as tr
 from torchrope.checkpoints.published import rope_swin
+from torchrope.encodings import Choice
 from torchrope.models import Features, pad
 from torchrope.models.features import FeatureInfo
 
@@ -50,7 +51,7 @@ VITS: dict[str, Callable[[], Features]] = {
         vit(encoding="axial"), pyramid=True, out_channels=12, window_size=2, global_layers=(2, 4)
     ),
     "a table": lambda: Features(vit(encoding="learned+mixed"), window_size=(4, 2), global_layers=(-1,)),
-    "waves": lambda: Features(vit(encoding=tr.NoEncoding, absolute=tr.SinusoidalAPE), pyramid=True),
+    "waves": lambda: Features(vit(encoding=Choice(absolute=tr.SinusoidalAPE)), pyramid=True),
     "a bias": lambda: Features(vit(encoding="bias"), window_size=3, global_layers=(1,)),
     "places in the image": lambda: Features(
         vit(encoding="mixed", positions=tr.Lattice(2.0, -1.0, offset=0.5, per="size")), window_size=3

@@ -327,10 +327,6 @@ def test_vit_trains_compiled_at_two_sizes_with_learned_ape() -> None:
         (partial(tiny, (8, 8), patch_size=2, num_heads=5), "dim must be divisible by num_heads = 5, got 48"),
         (partial(tiny, (8, 8), patch_size=2, pool="max"), "pool must be 'cls' or 'mean', got 'max'"),
         (partial(tiny, (8, 8), patch_size=2, encoding="mxed"), "did you mean 'mixed'"),
-        (
-            partial(tiny, (8, 8), patch_size=2, encoding="learned", absolute=tr.SinusoidalAPE),
-            "absolute must be None",
-        ),
     ],
 )
 def test_bad_arguments_raise_one_line_errors(build: partial, message: str) -> None:

@@ -220,7 +220,6 @@ def _built(file: File, device: str) -> nn.Module:
             arguments["activation"] = _ACTIVATIONS[arguments["activation"]]
         absolute, biases = recipe["absolute"], recipe["biases"]
         arguments["encoding"] = Choice(
-            "",
             partial(_build_next, Encoding, deque(recipe["encodings"]), file),
             partial(_build_next, AbsoluteEncoding, deque([absolute]), file) if absolute else None,
             partial(_build_next, ScoreBias, deque(biases), file) if biases else None,
@@ -316,7 +315,7 @@ def _recipe(model: Any) -> dict[str, Any]:
     if _MODELS.get(name) is not type(model):
         raise ValueError(f"save supports {', '.join(_MODELS)}, Features and swapped models, got {name}")
     defaults = {key: parameter.default for key, parameter in inspect.signature(type(model)).parameters.items()}
-    arguments = {key: value for key, value in model.arguments.items() if key not in ("encoding", "absolute", "bias")}
+    arguments = {key: value for key, value in model.arguments.items() if key != "encoding"}
     changed = {key: value for key, value in arguments.items() if value is not defaults[key]}
     if isinstance(model, ViT):
         changed["positions"] = model.position_map

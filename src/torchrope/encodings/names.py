@@ -74,19 +74,19 @@ ALIASES = {"rope": "axial", "rope-axial": "axial", "rope-mixed": "mixed"}
 
 @dataclass(frozen=True)
 class Choice:
-    """Parsed name of an encoding: a rotary encoding, an absolute one, a score bias, or a combination.
+    """The encodings of a model, as `parse_encoding` returns them: a rotary one, an absolute one, a score bias.
 
     Attributes:
-        name: The name as written, such as "learned+liere:8".
-        rotary: Builds the rotary encoding from num_axes, num_heads, head_dim; `NoEncoding` if the name has none.
-        absolute: Builds the absolute encoding from sizes and dim, or None.
-        bias: Builds the score bias from sizes and num_heads, or None.
+        rotary: Builds the rotary encoding from num_axes, num_heads, head_dim, such as `partial(LieRE, block_size=8)`.
+        absolute: Builds the absolute encoding from sizes and dim, such as `LearnedAPE`, or None.
+        bias: Builds the score bias from sizes and num_heads, such as `RelativePositionBias`, or None.
+        name: The name as written, such as "learned+liere:8"; empty if there is none.
     """
 
-    name: str
-    rotary: Callable[..., Encoding]
+    rotary: Callable[..., Encoding] = NoEncoding
     absolute: Callable[..., AbsoluteEncoding] | None = None
     bias: Callable[..., ScoreBias] | None = None
+    name: str = ""
 
     @property
     def parts(self) -> list[type[Encoding] | type[AbsoluteEncoding] | type[ScoreBias]]:
@@ -161,7 +161,7 @@ def parse_encoding(name: str) -> Choice:
             rule = "at most one absolute, one score bias and one rotary name"
             raise ValueError(f"an encoding must be {rule}, joined by '+', got {name!r}")
         chosen[kind] = _with_number(base, known[base], number)
-    return Choice(name, **{"rotary": NoEncoding, **chosen})
+    return Choice(**chosen, name=name)
 
 
 def built_class(build: Callable[..., Any]) -> type | None:

@@ -20,7 +20,7 @@ from torchrope.encodings.names import takes
 from torchrope.inference import require_unfrozen
 from torchrope.lattice import Lattice
 from torchrope.models import ViT
-from torchrope.models.layers import PatchEmbed, builders, resolve
+from torchrope.models.layers import PatchEmbed, choice_of, resolve
 from torchrope.positions import per_axis
 
 _ANY_AXES = (NoEncoding, families.MixedRoPE, families.STRING, families.LieRE, families.ComRoPELD)
@@ -93,7 +93,7 @@ def inflate(
     inflated.position_map = _with_slices(source, depths, spacing)
     sizes = (*extents, *source.arguments["input_size"])
     inflated.arguments = source.arguments | {"input_size": sizes, "patch_size": inflated.embed.patch_size}
-    inflated.arguments |= {"positions": inflated.position_map, "share_layers": share, **builders(inflated)}
+    inflated.arguments |= {"positions": inflated.position_map, "share_layers": share, "encoding": choice_of(inflated)}
     return inflated
 
 
@@ -152,7 +152,7 @@ def _extend_patches(embed: PatchEmbed, depths: tuple[int, ...], *, centred: bool
 
 def _with_axes(encoding: Encoding, new: int, build: str | Callable[..., Encoding] | None) -> Encoding:
     """Return an encoding with new leading axes, whose generators are zero."""
-    choice = resolve(_family(encoding) if build is None else build, None, None)
+    choice = resolve(_family(encoding) if build is None else build)
     if choice.absolute is not None or choice.bias is not None:
         raise ValueError(f"encoding must be a rotary encoding without table or bias, got {build!r}")
     generators = encoding.generators().detach()

@@ -338,22 +338,11 @@ def mlp(dim: int, hidden_dim: int, dropout: float, activation: Callable[[], nn.M
     )
 
 
-def resolve(
-    encoding: str | Callable[..., Encoding] | Choice,
-    absolute: Callable[..., AbsoluteEncoding] | None,
-    bias: Callable[..., ScoreBias] | None,
-) -> Choice:
-    """Resolve an encoding name, or a callable, to a `Choice`; raise ValueError if a part is given twice or unknown."""
+def resolve(encoding: str | Callable[..., Encoding] | Choice) -> Choice:
+    """Return the `Choice` of an encoding's name, or of a callable that builds a rotary one; raise if it is unknown."""
     if isinstance(encoding, Choice):
         return encoding
-    if not isinstance(encoding, str):
-        return Choice("", encoding, absolute, bias)
-    choice = parse_encoding(encoding)
-    if absolute is not None and choice.absolute is not None:
-        raise ValueError(f"absolute must be None if the name includes one, got {encoding!r} and absolute={absolute}")
-    if bias is not None and choice.bias is not None:
-        raise ValueError(f"bias must be None if the name includes one, got {encoding!r} and bias={bias}")
-    return Choice(encoding, choice.rotary, choice.absolute or absolute, choice.bias or bias)
+    return parse_encoding(encoding) if isinstance(encoding, str) else Choice(encoding)
 
 
 def encodings_and_biases(
@@ -366,11 +355,12 @@ def encodings_and_biases(
     return encodings, biases
 
 
-def builders(model: Any) -> dict[str, Any]:
-    """Return the arguments of a `ViT` that build the parts that it has: its encoding, absolute encoding and bias."""
-    parts = {"encoding": model.encodings[0], "absolute": model.absolute, "bias": next(iter(model.biases), None)}
+def choice_of(model: Any) -> Choice:
+    """Return the choice that builds the parts of a `ViT`: its encoding, absolute encoding and bias."""
     sizes = "num_axes", "num_heads", "head_dim", "sizes", "dim"
-    return {name: None if part is None else built_as(part, *sizes) for name, part in parts.items()}
+    optional = model.absolute, next(iter(model.biases), None)
+    absolute, bias = (None if part is None else built_as(part, *sizes) for part in optional)
+    return Choice(built_as(model.encodings[0], *sizes), absolute, bias)
 
 
 class Layer(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchrope.attention import Attention, Windows, fit_window, mask_bias, pad_ends, per_axis_window
-from torchrope.encodings import AbsoluteEncoding, Encoding, LearnedAPE, ScoreBias
+from torchrope.encodings import Choice, Encoding, LearnedAPE, ScoreBias
 from torchrope.encodings.periodic import update_all_turns
 from torchrope.lattice import Lattice
 from torchrope.models.layers import (
@@ -60,11 +60,8 @@ class Swin(Shareable, Backbone):
             smaller, the window is the lattice.
         mlp_ratio: Channels inside the MLP over those outside.
         encoding: A name ("mixed", the default of all models; "bias", "bias+liere:8", "none"), or a callable that builds
-            a rotary encoding from num_axes, num_heads and head_dim. Each layer has a separate encoding.
-        absolute: Callable that builds an absolute encoding from sizes and dim, such as `LearnedAPE`; not with a name
-            that includes one.
-        bias: Callable that builds a bias of the scores from sizes and num_heads, such as `RelativePositionBias`; not
-            together with a name that includes one.
+            a rotary encoding from num_axes, num_heads and head_dim; or an `encodings.Choice` of such a callable, of an
+            absolute encoding and of a bias of the scores. Each layer has a separate encoding.
         positions: Positions of the tokens of a window, in every stage: a `Lattice` without a `unit`. By default the
             convention of the encoding's paper for a lattice like the stage's window, which never changes with input or
             window size.
@@ -109,9 +106,7 @@ class Swin(Shareable, Backbone):
         num_heads: Sequence[int] = (3, 6, 12, 24),
         window_size: int | Sequence[int] = 7,
         mlp_ratio: float = 4.0,
-        encoding: str | Callable[..., Encoding] = "mixed",
-        absolute: Callable[..., AbsoluteEncoding] | None = None,
-        bias: Callable[..., ScoreBias] | None = None,
+        encoding: str | Callable[..., Encoding] | Choice = "mixed",
         positions: Lattice | None = None,
         qkv_bias: bool = True,
         dropout: float = 0.0,
@@ -127,7 +122,7 @@ class Swin(Shareable, Backbone):
         self.embed = PatchEmbed(patch_size, in_channels, dim, num_axes=len(input_size))
         self.embed_norm = nn.LayerNorm(dim)
         sizes = self.embed.lattice(input_size)
-        choice = resolve(encoding, absolute, bias)
+        choice = resolve(encoding)
         self.absolute = None if choice.absolute is None else choice.absolute(sizes=sizes, dim=dim)
         self.dropout = nn.Dropout(dropout)
 

@@ -149,7 +149,7 @@ class Transformer(Backbone):
         self.output = output
         self.checkpoint_layers = checkpoint_layers
 
-        choice = resolve(encoding, None, None)
+        choice = resolve(encoding)
         lattice = _of_points(positions)
         self.unit = positive("unit", 1.0 if lattice.unit is None else lattice.unit, num_axes)
         units = None if lattice.periods is None else _in_units(lattice.periods, self.unit)

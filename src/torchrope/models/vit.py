@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrope.attention import Windows, mask_bias, per_axis_window
-from torchrope.encodings import AbsoluteEncoding, Encoding, ScoreBias
+from torchrope.encodings import Choice, Encoding
 from torchrope.encodings.periodic import update_all_turns
 from torchrope.lattice import Lattice
 from torchrope.models.layers import (
@@ -63,11 +63,8 @@ class ViT(Shareable, Backbone):
         num_heads: Attention heads.
         mlp_dim: Channels inside the MLP; 4 dim by default.
         encoding: A name ("mixed", the default of all models; "liere:8", "learned+axial", "none"), or a callable that
-            builds an encoding from num_axes, num_heads and head_dim, such as `functools.partial(LieRE, block_size=8)`.
-        absolute: Callable that builds an absolute encoding from sizes and dim, such as `LearnedAPE`; not with a name
-            that includes one.
-        bias: Callable that builds a bias of the scores from sizes and num_heads, such as `RelativePositionBias`; not
-            together with a name that includes one.
+            builds an encoding from num_axes, num_heads and head_dim, such as `functools.partial(LieRE, block_size=8)`;
+            or an `encodings.Choice` of such a callable, of an absolute encoding and of a bias of the scores.
         share_layers: Whether all layers share one encoding or bias, computed once per forward.
         positions: Positions of the patches, by default the convention of the encoding's paper at the training size,
             which never changes with the input size. A `Lattice` changes spacing, origin or convention; one with a
@@ -115,9 +112,7 @@ class ViT(Shareable, Backbone):
         depth: int = 12,
         num_heads: int = 12,
         mlp_dim: int | None = None,
-        encoding: str | Callable[..., Encoding] = "mixed",
-        absolute: Callable[..., AbsoluteEncoding] | None = None,
-        bias: Callable[..., ScoreBias] | None = None,
+        encoding: str | Callable[..., Encoding] | Choice = "mixed",
         share_layers: bool = False,
         positions: Lattice | None = None,
         pool: Literal["cls", "mean"] = "cls",
@@ -149,7 +144,7 @@ class ViT(Shareable, Backbone):
         self.embed = PatchEmbed(patch_size, in_channels, dim, num_axes=len(input_size))
         sizes = self.embed.lattice(input_size)
 
-        choice = resolve(encoding, absolute, bias)
+        choice = resolve(encoding)
         self.absolute = None if choice.absolute is None else choice.absolute(sizes=sizes, dim=dim)
         encodings, biases = encodings_and_biases(choice, 1 if share_layers else depth, sizes, dim, num_heads)
         self.encodings, self.biases = nn.ModuleList(encodings), nn.ModuleList(biases)

@@ -88,9 +88,7 @@ def build_vit(encoding: str, config: ModelConfig, data: DataModule) -> ViT:
         config.input_size or data.input_size,
         in_channels=data.in_channels,
         num_outputs=data.num_classes,
-        encoding=_rotary(choice, config),
-        absolute=_absolute(choice, config, data),
-        bias=choice.bias,
+        encoding=replace(choice, rotary=_rotary(choice, config), absolute=_absolute(choice, config, data)),
         **_arguments(ViT, config, SIZES),
     )
     return build(positions=_positions(build, config, data))
@@ -106,9 +104,7 @@ def build_swin(encoding: str, config: ModelConfig, data: DataModule) -> Swin:
         config.input_size or data.input_size,
         in_channels=data.in_channels,
         num_outputs=data.num_classes,
-        encoding=_rotary(choice, config),
-        absolute=_absolute(choice, config, data),
-        bias=choice.bias,
+        encoding=replace(choice, rotary=_rotary(choice, config), absolute=_absolute(choice, config, data)),
         positions=Lattice(_one_or_all(config.spacing), _one_or_all(config.origin)),
         **arguments,
     )

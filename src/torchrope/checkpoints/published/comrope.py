@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchrope.checkpoints.published.key_map import Checkpoint, Extents, rows_of_clip
-from torchrope.encodings import ComRoPEAP, ComRoPELD, Encoding, LearnedAPE
+from torchrope.encodings import Choice, ComRoPEAP, ComRoPELD, Encoding, LearnedAPE
 from torchrope.lattice import Lattice
 from torchrope.models import ACTIVATIONS, ViT
 from torchrope.positions import grid, prefix
@@ -56,9 +56,9 @@ def convert(
         points = grid(*lattice, spacing=spacing, origin=origin, dtype=torch.float64)
         source.state[_TABLE] = _looked_up(source, points, dim).unsqueeze(0)
     ranged: dict[str, Any] = {"per": -1, "train_sizes": lattice} if positions == "range" else {}
-    sizes |= {"absolute": absolute, "positions": Lattice(spacing, origin, **ranged)}
+    sizes["positions"] = Lattice(spacing, origin, **ranged)
     clip = {"activation": ACTIVATIONS[activation], "norm_eps": 1e-5, "embedding_norm": True}
-    return source.load(ViT, generators, encoding=encoding, **clip, **sizes)
+    return source.load(ViT, generators, encoding=Choice(encoding, absolute), **clip, **sizes)
 
 
 def _lattice(source: Checkpoint, patch: int, num_axes: int | None, input_size: Extents) -> tuple[int, ...]:

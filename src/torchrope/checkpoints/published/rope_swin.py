@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from torchrope.checkpoints.published.key_map import FLAT_PATCHES, MAX_LAYERS, Checkpoint, Extents, Row
-from torchrope.encodings import AxialRoPE, MixedRoPE, NoEncoding, RelativePositionBias
+from torchrope.encodings import AxialRoPE, Choice, MixedRoPE, NoEncoding, RelativePositionBias
 from torchrope.encodings.base import planar
 from torchrope.models import Swin
 
@@ -44,14 +44,16 @@ def convert(state: Mapping[str, Tensor], *, window_size: int | None = None, inpu
     axial = all(map(_is_axial, frequencies))  # those of RoPE-Axial, which rope-vit stores but does not train
     (head,) = source.names("head.weight")
     size, outputs = source.training_size(patch, input_size), source.shape(head, 2)[0] if head in source else 0
-    encoding = (AxialRoPE if axial else MixedRoPE) if frequencies else NoEncoding
+    rotary = (AxialRoPE if axial else MixedRoPE) if frequencies else NoEncoding
     has_bias = any(name.endswith(".relative_position_bias_table") for name in state)
     sizes = {"patch_size": tuple(patch), "in_channels": in_channels, "num_outputs": outputs, "dim": dim}
     sizes |= {"depths": depths, "num_heads": num_heads, "window_size": window}
     sizes["mlp_ratio"] = source.shape(f"{_FIRST}.mlp.fc1.weight", 2)[0] / dim
-    parts = {"encoding": encoding, "bias": RelativePositionBias if has_bias else None}
+    encoding = Choice(rotary, bias=RelativePositionBias if has_bias else None)
     qkv_bias = f"{_FIRST}.attn.qkv.bias" in source
-    return source.load(Swin, list(map(planar, frequencies)), input_size=size, qkv_bias=qkv_bias, **parts, **sizes)
+    return source.load(
+        Swin, list(map(planar, frequencies)), input_size=size, qkv_bias=qkv_bias, encoding=encoding, **sizes
+    )
 
 
 def checkpoint(state: Mapping[str, Tensor]) -> Checkpoint:

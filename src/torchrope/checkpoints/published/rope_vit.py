@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torchrope.checkpoints.published import timm_vit
 from torchrope.checkpoints.published.key_map import Checkpoint, Extents, State
-from torchrope.encodings import AxialRoPE, MixedRoPE, NoEncoding
+from torchrope.encodings import AxialRoPE, Choice, MixedRoPE
 from torchrope.encodings.axial import along_axes
 from torchrope.encodings.base import planar
 from torchrope.encodings.fixed import geometric_sequence
@@ -42,16 +42,16 @@ def convert(
             input_size = (side * patch[0], side * patch[1])
     source.drop("freqs_t_[xy]")  # the column and row of each patch at the training size
     settings = timm_vit.arguments(source, num_heads=num_heads, input_size=input_size)
-    depth, heads = settings["depth"], settings["num_heads"]
+    depth, heads, absolute = settings["depth"], settings["num_heads"], timm_vit.absolute(source)
     pairs = dim // heads // 2
     if learned is not None:
         split = (heads, pairs) if learned == "rope.freqs" else (heads * pairs,)
         frequencies = source.take(learned, (2, depth, *split)).float().reshape(2, depth, heads, pairs)
         generators = [planar(layer) for layer in frequencies.flip(0).unbind(1)]  # in the file width is first
-        return source.load(ViT, generators, encoding=MixedRoPE, **settings)
+        return source.load(ViT, generators, encoding=Choice(MixedRoPE, absolute), **settings)
     if encoding == "none":
-        return source.load(ViT, encoding=NoEncoding, share_layers=True, **settings)
-    if encoding is None and settings["absolute"] is not None:
+        return source.load(ViT, encoding=Choice(absolute=absolute), share_layers=True, **settings)
+    if encoding is None and absolute is not None:
         warnings.warn(
             "the file may be RoPE-Axial with APE or DeiT III; assuming RoPE-Axial. "
             "Pass encoding='axial' to silence this, encoding='none' for DeiT III",
@@ -59,7 +59,7 @@ def convert(
         )
     source.require(pairs % 2 == 0, f"heads of RoPE-Axial must have a multiple of 4 channels, got {2 * pairs}")
     axial = planar(axial_frequencies_by_halves(pairs)).unsqueeze(1)
-    return source.load(ViT, [axial], encoding=AxialRoPE, share_layers=True, **settings)
+    return source.load(ViT, [axial], encoding=Choice(AxialRoPE, absolute), share_layers=True, **settings)
 
 
 def axial_frequencies_by_halves(pairs: int) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torchrope.checkpoints.published import key_map
 from torchrope.checkpoints.published.key_map import FLAT_PATCHES, UNBATCHED, Checkpoint, Extents, Row, State
-from torchrope.encodings import LearnedAPE, NoEncoding
+from torchrope.encodings import Choice, LearnedAPE
 from torchrope.models import ACTIVATIONS, ViT
 
 FAMILY = "timm's ViT"
@@ -44,7 +44,13 @@ def convert(
     settings = arguments(source, num_heads=num_heads, input_size=input_size)
     if is_clip:
         settings |= {"embedding_norm": True, "norm_eps": 1e-5}
-    return source.load(ViT, encoding=NoEncoding, share_layers=True, activation=ACTIVATIONS[activation], **settings)
+    return source.load(
+        ViT,
+        encoding=Choice(absolute=absolute(source)),
+        share_layers=True,
+        activation=ACTIVATIONS[activation],
+        **settings,
+    )
 
 
 def keys(state: State) -> list[Row]:
@@ -99,4 +105,9 @@ def arguments(source: Checkpoint, *, num_heads: int | None, input_size: Extents)
     optional = {"qkv_bias": bias in source, "layer_scale": 1.0 if scale in source else None}
     extents = source.training_size(patch, input_size, table, prefix_entries)
     sizes = source.sizes(extents, patch, in_channels, dim, num_heads)
-    return {**sizes, **optional, "num_registers": num_registers, "absolute": LearnedAPE if table in source else None}
+    return {**sizes, **optional, "num_registers": num_registers}
+
+
+def absolute(source: Checkpoint) -> type[LearnedAPE] | None:
+    """Return the absolute encoding of a file, one with a table or none."""
+    return LearnedAPE if source.names("absolute.table")[0] in source else None
