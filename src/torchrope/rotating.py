@@ -51,7 +51,10 @@ def rotate(
         _require_rotation(key_rotation)
     x = Pair(heads_first("q", q, layout), heads_first("k", k, layout), scores_only)
     if key_rotation is None:
-        rotated_q, rotated_k = rotation.encode(rotation.checked(x))
+        rotation.check("q", x.q, x.k)
+        if x.q.shape != x.k.shape or x.q.dtype != x.k.dtype:
+            rotation.check("k", x.k, x.q)
+        rotated_q, rotated_k = rotation.encode(x)
     else:
         rotation.check("q", x.q, x.k)
         key_rotation.check("k", x.k, x.q)

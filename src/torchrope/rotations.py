@@ -26,9 +26,6 @@ from torchrope.ops.shapes import basis_fits, block_fits, planar_fits, shown
 from torchrope.ops.skew_exp import exponential
 from torchrope.tensors import Value, block_diagonal, can_read, exact_matmul, wide_positions, without_autocast
 
-MANY_PREFIX_TOKENS = 32
-"""Up to so many tokens more than positions are taken for class and register tokens in errors."""
-
 
 class Rotation(Value, ABC):
     """One rotation per head and token, what an encoding returns for positions:  q' = R(p) q,  k' = R(p) k.  Immutable.
@@ -50,7 +47,7 @@ class Rotation(Value, ABC):
 
     @abstractmethod
     def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
-        """Rotate queries and keys (shapes as `checked`); a side with 0 heads is absent and returned unchanged."""
+        """Rotate queries and keys that fit; a side with 0 heads is absent and returned unchanged."""
 
     def tabulated(self) -> Self:
         """Return the rotation with cos and sin precomputed where it has any, for several layers that share it."""
@@ -59,17 +56,6 @@ class Rotation(Value, ABC):
     def shares_basis(self, other: "Rotation", x: Pair) -> bool:
         """Return whether queries and keys of x, whose rotation is another, share a basis that scores may omit."""
         return False
-
-    def checked(self, x: Pair) -> Pair:
-        """Return queries and keys if both fit.
-
-        Raises:
-            ValueError: another batch, number of heads or tokens, or head_dim.
-        """
-        self.check("q", x.q, x.k)
-        if x.q.shape != x.k.shape or x.q.dtype != x.k.dtype:
-            self.check("k", x.k, x.q)
-        return x
 
     def check(self, name: str, x: Tensor, partner: Tensor | None) -> None:
         """Raise unless x fits.
@@ -635,7 +621,7 @@ def _hint_of_tokens(x: Tensor, expected: int) -> str:
     if x.shape[-3] == expected:
         layouts = 'layout="bthd" is (batch, tokens, heads, head_dim), "bhtd" (batch, heads, tokens, head_dim)'
         return f"; it has as many heads: {layouts}"
-    if 1 <= more <= MANY_PREFIX_TOKENS:
+    if 1 <= more <= 32:  # likely class and register tokens
         return f"; for {more} more in front (CLS, registers) pass positions through tr.prefix(positions, {more})"
     return ""
 

@@ -275,21 +275,6 @@ def test_whatever_rotate_hands_to_kernels_fits(monkeypatch: pytest.MonkeyPatch) 
     assert not [message for message in messages if message.startswith("rotate_")]
 
 
-@needs_kernels
-def test_backward_of_empty_queries_and_some_keys_is_the_same_each_time() -> None:
-    """The cached call must not take absent gradients of q for a forward pass."""
-    rotation = tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=8)(P[0] / 2).detach()
-    upstream = torch.randn(3, 2, 5, 8)
-    gradients = []
-    for _ in range(3):
-        q, k = torch.randn(0, 2, 5, 8), torch.randn(3, 2, 5, 8, requires_grad=True)
-        rotated = tr.rotate(q, k, rotation, layout="bhtd")[1]
-        gradients += torch.autograd.grad(rotated, k, upstream)
-    expected = tr.rotate(upstream, upstream, rotation.inverse(), layout="bhtd")[1]
-    for gradient in gradients:
-        torch.testing.assert_close(gradient, expected)
-
-
 @pytest.mark.parametrize("make", [tr.MixedRoPE, tr.ComRoPELD, tr.LieRE])
 def test_checks_do_not_recompile_for_other_sizes(make: Callable[..., Encoding]) -> None:
     encoding, graphs = make(num_axes=2, num_heads=2, head_dim=16), []

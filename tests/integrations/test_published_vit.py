@@ -93,7 +93,7 @@ def test_heads_are_the_published_ones(name: str) -> None:
         theirs = timm.create_model(name, depth=1)
     state = theirs.state_dict()
     source = Checkpoint("timm's ViT", state, timm_vit.keys(state))
-    found = timm_vit.arguments(source, num_heads=None, input_size=None)
+    found, _ = timm_vit.arguments(source, num_heads=None, input_size=None)
     assert found["num_heads"] == theirs.blocks[0].attn.num_heads
 
 

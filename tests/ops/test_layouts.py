@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad, vmap
 
 import torchrope as tr
 
@@ -50,26 +49,6 @@ def test_results_have_the_memory_order_of_their_inputs() -> None:
     assert all(x.is_contiguous() for x in tr.rotate(q, k, rotation, layout="bthd"))
     across = torch.randn(3, 2, 8, 7).mT  # neighbouring channels are apart in memory
     assert torch.equal(tr.apply(across, rotation), tr.apply(across.contiguous(), rotation))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_per_sample_equal_those_of_single_samples(family: str) -> None:
-    encoding = made(family)
-    q, k = torch.randn(2, 4, 2, 7, 8, dtype=torch.float64)
-    positions = torch.randn(4, 7, 2, dtype=torch.float64)
-    parameters = dict(encoding.named_parameters())
-
-    def score(positions: Tensor, q: Tensor, k: Tensor, parameters: dict[str, Tensor]) -> Tensor:
-        q, k = tr.rotate(q, k, functional_call(encoding, parameters, (positions,)))
-        return (q @ k.mT).square().sum()
-
-    to_each = grad(score, argnums=(0, 3))
-    together = vmap(to_each, in_dims=(0, 0, 0, None))(positions, q, k, parameters)
-    for i in range(4):
-        alone = to_each(positions[i], q[i], k[i], parameters)
-        assert torch.allclose(together[0][i], alone[0], rtol=1e-9, atol=1e-9)
-        for name, expected in alone[1].items():
-            assert torch.allclose(together[1][name][i], expected, rtol=1e-9, atol=1e-9)
 
 
 def test_heads_come_first_by_default_also_if_both_layouts_fit() -> None:

@@ -13,10 +13,9 @@ from torch import nn
 
 from torchrope import encodings as families
 from torchrope.checkpoints.convert import to_torchrope
-from torchrope.checkpoints.saving import describe
 from torchrope.checkpoints.settings import errors_in_one_line
 from torchrope.encodings import Encoding, NoEncoding
-from torchrope.encodings.names import takes
+from torchrope.encodings.names import built_as, takes
 from torchrope.inference import require_unfrozen
 from torchrope.lattice import Lattice
 from torchrope.models import ViT
@@ -164,13 +163,12 @@ def _with_axes(encoding: Encoding, new: int, build: str | Callable[..., Encoding
 
 def _family(encoding: Encoding) -> Callable[..., Encoding]:
     """Return a function that builds an encoding of any number of axes that represents the rotation of this one."""
-    sizes = ("num_axes", "num_heads", "head_dim")
-    arguments = {name: value for name, value in describe(encoding)["arguments"].items() if name not in sizes}
+    same = built_as(encoding, "num_axes", "num_heads", "head_dim")
     if type(encoding) in _ANY_AXES or (encoding.block_size != 2 and not isinstance(encoding, families.ComRoPEAP)):
-        return partial(type(encoding), **arguments)
+        return same
     family: Any = families.MixedRoPE if encoding.block_size == 2 else families.ComRoPELD
-    kept = [name for name in ("block_size", "rotary_dim", "shared_heads") if name in arguments and takes(family, name)]
-    return partial(family, **{name: arguments[name] for name in kept})
+    kept = [name for name in ("block_size", "rotary_dim", "shared_heads") if takes(family, name)]
+    return partial(family, **{name: value for name, value in same.keywords.items() if name in kept})
 
 
 def _repeated(part: nn.Module, ahead: tuple[int, ...]) -> Any:

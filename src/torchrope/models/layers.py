@@ -4,20 +4,18 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import Self
 
 from torchrope.attention import Attention, pad_ends
 from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, LearnedAPE, ScoreBias, parse_encoding
 from torchrope.encodings.names import built_as
 from torchrope.lattice import Lattice
 from torchrope.rotations import Rotation
-
-if TYPE_CHECKING:
-    from typing import Self  # of Python 3.11
 
 DropPathSchedule = Literal["linear", "constant"]
 WeightInit = Literal["xavier", "truncated-normal", "torch"]
@@ -119,7 +117,7 @@ class Shareable:
         return self.mixin()(self).push_to_hub(repo_id, **options)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any) -> "Self":
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any) -> Self:
         """Load a model of this class, saved by `save_pretrained` or `push_to_hub`, on the CPU, in evaluation mode.
 
         Args:

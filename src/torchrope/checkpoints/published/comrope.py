@@ -51,14 +51,14 @@ def convert(
     encoding, generators = _take_generators(source, len(lattice), dim // heads, sizes["depth"])
     side = lattice[-1]  # the unit of all axes, frames included
     spacing, origin = 1 / side, 0.5 / side - _CENTRE
-    absolute = LearnedAPE if _TABLE in source else None
-    if absolute is not None:
+    if _TABLE in source:
         points = grid(*lattice, spacing=spacing, origin=origin, dtype=torch.float64)
         source.state[_TABLE] = _looked_up(source, points, dim).unsqueeze(0)
     ranged: dict[str, Any] = {"per": -1, "train_sizes": lattice} if positions == "range" else {}
     sizes["positions"] = Lattice(spacing, origin, **ranged)
+    encodings = Choice(encoding, LearnedAPE if _TABLE in source else None)
     clip = {"activation": ACTIVATIONS[activation], "norm_eps": 1e-5, "embedding_norm": True}
-    return source.load(ViT, generators, encoding=Choice(encoding, absolute), **clip, **sizes)
+    return source.load(ViT, generators, encoding=encodings, **clip, **sizes)
 
 
 def _lattice(source: Checkpoint, patch: int, num_axes: int | None, input_size: Extents) -> tuple[int, ...]:

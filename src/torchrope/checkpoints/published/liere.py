@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from torchrope.checkpoints.published.key_map import UNBATCHED, Checkpoint, Extents, Row
-from torchrope.encodings import Choice, LearnedAPE, LieRE, NoEncoding, baselines
+from torchrope.encodings import Choice, LearnedAPE, LieRE, baselines
 from torchrope.lattice import Lattice
 from torchrope.models import ViT
 from torchrope.positions import PerAxis
@@ -71,12 +71,12 @@ def convert(
     else:
         source.require(layers is None, f"layers must be None for a file without generators, got {layers!r}")
         rotary_dim = _HEAD_DIM // (2 * axes) * 2 * axes
-        encoding = NoEncoding if learned else partial(baselines.visionllama, rotary_dim=rotary_dim)
-        generators = [] if learned else [encoding(num_axes=axes, num_heads=1, head_dim=_HEAD_DIM).generators()]
+        visionllama = partial(baselines.visionllama, rotary_dim=rotary_dim)
+        encoding = Choice(absolute=LearnedAPE) if learned else visionllama
+        generators = [] if learned else [visionllama(num_axes=axes, num_heads=1, head_dim=_HEAD_DIM).generators()]
     positions = Lattice(tuple(1 / max(n - 1, 1) for n in lattice) if spacing is None else spacing, origin=0.0)
     sizes |= {"positions": positions, "share_layers": len(generators) < 2}
-    encodings = Choice(encoding, LearnedAPE if learned else None)
-    return source.load(ViT, generators, encoding=encodings, qkv_bias=False, dropout=0.1, norm_eps=1e-5, **sizes)
+    return source.load(ViT, generators, encoding=encoding, qkv_bias=False, dropout=0.1, norm_eps=1e-5, **sizes)
 
 
 def _patch(source: Checkpoint, entries: int, num_axes: int, patch_size: Extents) -> tuple[int, ...]:

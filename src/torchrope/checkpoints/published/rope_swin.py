@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -46,14 +47,12 @@ def convert(state: Mapping[str, Tensor], *, window_size: int | None = None, inpu
     size, outputs = source.training_size(patch, input_size), source.shape(head, 2)[0] if head in source else 0
     rotary = (AxialRoPE if axial else MixedRoPE) if frequencies else NoEncoding
     has_bias = any(name.endswith(".relative_position_bias_table") for name in state)
-    sizes = {"patch_size": tuple(patch), "in_channels": in_channels, "num_outputs": outputs, "dim": dim}
-    sizes |= {"depths": depths, "num_heads": num_heads, "window_size": window}
+    sizes: dict[str, Any] = {"patch_size": tuple(patch), "in_channels": in_channels, "num_outputs": outputs, "dim": dim}
+    sizes |= {"depths": depths, "num_heads": num_heads, "window_size": window, "input_size": size}
     sizes["mlp_ratio"] = source.shape(f"{_FIRST}.mlp.fc1.weight", 2)[0] / dim
     encoding = Choice(rotary, bias=RelativePositionBias if has_bias else None)
-    qkv_bias = f"{_FIRST}.attn.qkv.bias" in source
-    return source.load(
-        Swin, list(map(planar, frequencies)), input_size=size, qkv_bias=qkv_bias, encoding=encoding, **sizes
-    )
+    sizes["qkv_bias"] = f"{_FIRST}.attn.qkv.bias" in source
+    return source.load(Swin, list(map(planar, frequencies)), encoding=encoding, **sizes)
 
 
 def checkpoint(state: Mapping[str, Tensor]) -> Checkpoint:

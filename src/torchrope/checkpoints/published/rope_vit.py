@@ -41,8 +41,8 @@ def convert(
         if side**2 == count:
             input_size = (side * patch[0], side * patch[1])
     source.drop("freqs_t_[xy]")  # the column and row of each patch at the training size
-    settings = timm_vit.arguments(source, num_heads=num_heads, input_size=input_size)
-    depth, heads, absolute = settings["depth"], settings["num_heads"], timm_vit.absolute(source)
+    settings, absolute = timm_vit.arguments(source, num_heads=num_heads, input_size=input_size)
+    depth, heads = settings["depth"], settings["num_heads"]
     pairs = dim // heads // 2
     if learned is not None:
         split = (heads, pairs) if learned == "rope.freqs" else (heads * pairs,)

@@ -41,16 +41,11 @@ def convert(
     is_clip = "norm_pre.weight" in source or CLIP_TABLE in source
     activation = activation or ("quick_gelu" if CLIP_TABLE in source else "gelu")
     source.require(activation in ACTIVATIONS, f"activation must be {' or '.join(ACTIVATIONS)}, got {activation!r}")
-    settings = arguments(source, num_heads=num_heads, input_size=input_size)
+    settings, absolute = arguments(source, num_heads=num_heads, input_size=input_size)
     if is_clip:
         settings |= {"embedding_norm": True, "norm_eps": 1e-5}
-    return source.load(
-        ViT,
-        encoding=Choice(absolute=absolute(source)),
-        share_layers=True,
-        activation=ACTIVATIONS[activation],
-        **settings,
-    )
+    settings["activation"] = ACTIVATIONS[activation]
+    return source.load(ViT, encoding=Choice(absolute=absolute), share_layers=True, **settings)
 
 
 def keys(state: State) -> list[Row]:
@@ -82,8 +77,8 @@ def _transformers_keys(state: State) -> list[Row]:
     ]
 
 
-def arguments(source: Checkpoint, *, num_heads: int | None, input_size: Extents) -> dict[str, Any]:
-    """Infer the arguments of `ViT` from shapes; num_heads and input_size override those of the published models."""
+def arguments(source: Checkpoint, *, num_heads: int | None, input_size: Extents) -> tuple[dict[str, Any], Any]:
+    """Infer the arguments of `ViT` from shapes, unless given, and the absolute encoding, None without a table."""
     class_token, registers = source.names("prefix_tokens")
     dim, in_channels, *patch = source.shape(source.names("embed.proj.weight")[0], 4)
     rule = f"{class_token} must be present, because pooling cannot be inferred without it"
@@ -105,9 +100,4 @@ def arguments(source: Checkpoint, *, num_heads: int | None, input_size: Extents)
     optional = {"qkv_bias": bias in source, "layer_scale": 1.0 if scale in source else None}
     extents = source.training_size(patch, input_size, table, prefix_entries)
     sizes = source.sizes(extents, patch, in_channels, dim, num_heads)
-    return {**sizes, **optional, "num_registers": num_registers}
-
-
-def absolute(source: Checkpoint) -> type[LearnedAPE] | None:
-    """Return the absolute encoding of a file, one with a table or none."""
-    return LearnedAPE if source.names("absolute.table")[0] in source else None
+    return {**sizes, **optional, "num_registers": num_registers}, LearnedAPE if table in source else None
