@@ -524,8 +524,9 @@ def _row(name: str, value: PerAxis, positions: Tensor) -> Tensor:
 
 def require_resolved(starts: Iterable[Any], steps: Iterable[Any], dtype: torch.dtype) -> None:
     """Raise ValueError if float32 would round neighbours at start + step index to one position."""
+    compiling = torch.compiler.is_compiling()  # where torch 2.6 takes symbolic numbers for float
     for start, step in zip(starts, steps, strict=True):
-        numbers = isinstance(start, float) and isinstance(step, float)  # neither symbolic nor a tensor
+        numbers = isinstance(start, float) and isinstance(step, float) and not compiling  # no tensors
         if dtype == torch.float32 and numbers and abs(start) > 2**24 * abs(step) > 0:
             rule = "an origin in float32 must be within 2^24 spacings: give dtype=torch.float64, or a nearer origin"
             raise ValueError(f"{rule}, got {start} with spacing {step}")

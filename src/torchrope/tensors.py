@@ -137,8 +137,8 @@ def _loses_precision(tensor: Tensor, converted: Tensor) -> bool:
 
 def without_autocast(like: Tensor) -> AbstractContextManager:
     """Return a context manager that disables autocast on the device of a tensor; the meta device has none."""
-    # Not torch.amp.is_autocast_available: torch 2.11 and older cannot compile it.
-    return nullcontext() if like.is_meta else torch.autocast(like.device.type, enabled=False)
+    kind = like.device.type  # torch 2.6 cannot compile `is_meta`, nor 2.11 torch.amp.is_autocast_available
+    return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
 
 
 def can_read(x: Tensor) -> bool:

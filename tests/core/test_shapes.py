@@ -56,8 +56,8 @@ def ones(*shape: int, **settings: Any) -> Tensor:
 def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the CPU kernels that ran."""
     names: list[str] = []
-    find = native._kernel
-    monkeypatch.setattr(native, "_kernel", lambda name: names.append(name) or find(name))
+    run = native._run
+    monkeypatch.setattr(native, "_run", lambda name, *args: names.append(name) or run(name, *args))
     return names
 
 

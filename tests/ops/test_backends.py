@@ -20,8 +20,8 @@ needs_kernels = pytest.mark.skipif(native.LIBRARY is None, reason="no kernels we
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the CPU kernels that were called."""
     names: list[str] = []
-    find = native._kernel
-    monkeypatch.setattr(native, "_kernel", lambda name: names.append(name) or find(name))
+    run = native._run
+    monkeypatch.setattr(native, "_run", lambda name, *args: names.append(name) or run(name, *args))
     return names
 
 

@@ -180,8 +180,8 @@ def test_rotating_empty_tensors_returns_empty_tensors() -> None:
 )
 def test_auto_backend_uses_kernels(family: str, b: int, names: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     called = set()
-    find = native._kernel
-    monkeypatch.setattr(native, "_kernel", lambda name: called.add(name) or find(name))
+    run = native._run
+    monkeypatch.setattr(native, "_run", lambda name, *args: called.add(name) or run(name, *args))
     encoding = build(family, b, 2)
     outcome(encoding, make_inputs(encoding, 9))
     assert called == names

@@ -9,7 +9,6 @@ import ctypes
 import struct
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,16 +60,12 @@ LIBRARY = _load_fastest()
 def _run(kernel: str, fields: Sequence[int], backward: bool = False) -> None:
     """Call a kernel with the fields of its arguments after the size; MemoryError, or RuntimeError for an old build."""
     structure = STRUCTS[kernel]
-    status = _kernel(kernel)(structure.pack(structure.size, *fields), backward)
+    status = getattr(LIBRARY, kernel)(structure.pack(structure.size, *fields), backward)
     if status == _OTHER_LAYOUT:
         rule = "kernels must be built from the installed sources: rebuild torchrope"
         raise RuntimeError(f"{rule}, got {kernel} with another argument layout")
     if status:
         raise MemoryError(f"{kernel} needs working memory, which the system could not allocate")
-
-
-def _kernel(name: str) -> Any:
-    return getattr(LIBRARY, name)
 
 
 class _Sides:
