@@ -15,15 +15,14 @@ from sentences import MOST_WORDS, is_short
 
 import torchrope as tr
 from torchrope_lab.data.data_config import data_config
-from torchrope_lab.engine.dense_tasks import TASKS
 from torchrope_lab.engine.registry import STUDIES
 from torchrope_lab.engine.runs import Measure, MeasuresOf, Run, Trained
 from torchrope_lab.engine.study import Lab, find_study
 from torchrope_lab.results import Findings
 from torchrope_lab.settings.run_config import ModelConfig, OptimConfig
 from torchrope_lab.settings.study_config import StudyConfig
-from torchrope_lab.statistics import BootstrapEstimate, conclude
-from torchrope_lab.studies import dense, finetune, fourier
+from torchrope_lab.statistics import conclude
+from torchrope_lab.studies import finetune, fourier
 from torchrope_lab.training.models import build_model
 
 EXAMPLES = 60
@@ -122,18 +121,6 @@ def test_answers_are_short(name: str, data: str, seeds: int, tmp_path: Path, mon
     monkeypatch.setattr(finetune, "initialise", lambda model, source: None)
     monkeypatch.setattr(fourier, "LATTICE", (4, 5))
     check(find_study(name).find(lab(tmp_path, data, seeds)))
-
-
-@pytest.mark.parametrize("seeds", [1, 3])
-def test_answer_of_dense_is_short(seeds: int) -> None:
-    random = np.random.default_rng(0)
-    sizes = [dense.EvaluationSize(scale, f"{64 * scale:g} × {64 * scale:g}") for scale in (1.0, 2.0)]
-    scores = {
-        name: [BootstrapEstimate(random.random(seeds), random.random((seeds, 50)), 9) for _ in sizes]
-        for name in ENCODINGS
-    }
-    outcomes = [dense.Outcome(task, scores, {}, {}) for task in TASKS]
-    check(Findings(dense._answer(outcomes, seeds)))
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,10 @@ from torchmetrics.classification import MulticlassJaccardIndex
 
 from torchrope_lab.conclusion import NOT_DIFFERENT
 from torchrope_lab.data.data_config import data_config
+from torchrope_lab.engine import long_table
 from torchrope_lab.engine.dense_tasks import DETECT, SEGMENT, examples, mean_iou, predictions
 from torchrope_lab.engine.estimates import rank, spread, verdict_of
+from torchrope_lab.engine.long_table import Cell
 from torchrope_lab.engine.published import published
 from torchrope_lab.engine.runs import MeasuresOf, Trained
 from torchrope_lab.engine.study import Lab, find_study, run_study
@@ -298,7 +300,7 @@ def faked(here: Lab, monkeypatch: pytest.MonkeyPatch, goods: dict[str, float]) -
         return trained
 
     monkeypatch.setattr(here, "train", train)
-    monkeypatch.setattr(dense, "draw", partial(draw, draws=50))
+    monkeypatch.setattr(long_table, "draw", partial(draw, draws=50))
     monkeypatch.setattr(dense, "feasible", lambda lab, runs, where: list(runs))
 
 
@@ -315,16 +317,16 @@ def test_findings_rank_encodings_and_show_predictions(
     assert by_size.title == f"{title} by size"
     assert ahead_of_learned.title == f"{title} ahead of a learned absolute encoding"
     rows = {row["name"]: row for row in by_size.rows}
-    assert rows["mixed"]["at0"] == rows["mixed"]["at2"] == pytest.approx(100, abs=1e-12)
-    assert rows["learned"]["at0_low"] <= rows["learned"]["at0"] <= rows["learned"]["at0_high"] < 100
+    assert rows["mixed"]["at1.0"] == rows["mixed"]["at2.0"] == pytest.approx(100, abs=1e-12)
+    assert rows["learned"]["at1.0_low"] <= rows["learned"]["at1.0"] <= rows["learned"]["at1.0_high"] < 100
     assert [rows[name]["last"] for name in ("mixed", "axial", "learned")] == [NOT_DIFFERENT, NOT_DIFFERENT, "behind"]
     ahead = {row["name"]: row for row in ahead_of_learned.rows}
     assert set(ahead) == {"mixed", "axial"}
-    assert ahead["mixed"]["at2_low"] > 0
-    assert ahead["mixed"]["at2"] == pytest.approx(100 - by_size.rows[-1]["at2"])
+    assert ahead["mixed"]["at2.0_low"] > 0
+    assert ahead["mixed"]["at2.0"] == pytest.approx(100 - by_size.rows[-1]["at2.0"])
     assert [len(figure.rows) for figure in found.figures] == [3 * 3, 2 * 3]
     highest = title.partition(": ")[2]
-    assert f"{highest} is highest with axial, 100.0 % [100.0, 100.0] (1 not significantly different)" in found.answer
+    assert f"{highest} is highest with axial, 100.0 % [100.0, 100.0], {NOT_DIFFERENT} from mixed" in found.answer
     assert "one training each" in found.answer
     [pictures] = found.pictures
     assert [row.title.partition(",")[0] for row in pictures.rows] == ["1 times", "1 times", "2 times"]
@@ -378,7 +380,7 @@ def test_seeds_are_means_with_a_spread(tmp_path: Path, monkeypatch: pytest.Monke
     here = lab(tmp_path, "learned", "mixed", data="coco", seeds=2)
     faked(here, monkeypatch, {"learned": 0.5, "mixed": 1.0})
     [outcome] = measured(here, [(DETECT, here.runs(["learned"]))])
-    assert outcome.scores["learned"][0].on_all.shape == (2,)
+    assert outcome.scores.estimates[Cell("learned", 1.0)].on_all.shape == (2,)
     table = dense.find(here).tables[0]
     assert "spread" in [column.key for column in table.columns]
 
@@ -392,8 +394,9 @@ def test_real_study_of_a_few_images(tmp_path: Path, data: str) -> None:
     assert found["data"]["chance"] is None
     task = SEGMENT if data == "segments" else DETECT
     [outcome] = measured(here, [(task, dense.runs_of(here, task))])
-    for name, [run] in outcome.trained.items():
-        assert outcome.scores[name][0].mean == pytest.approx(run.curve[-1][task.curve], abs=0.005)
+    for run in map(here.store.get, dense.runs_of(here, task)):
+        score = outcome.scores.estimates[Cell(run.encoding, 1.0)]
+        assert score.mean == pytest.approx(run.curve[-1][task.curve], abs=0.005)
     if task is SEGMENT:  # over all classes as many pixels are predicted as there are
         records = [at["records"] for seeds in outcome.measured.values() for seed in seeds for at in seed]
         for images in records:

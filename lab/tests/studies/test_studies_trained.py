@@ -1,9 +1,7 @@
 """Studies that evaluate trained runs: shuffled inputs, other input sizes, generators, attention."""
 
-import json
 import math
 from collections import Counter
-from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,46 +9,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from labs import SMALL, kept, lab
 from miniatures import MINIATURES
-from rich.console import Console
 
 from torchrope.attention import Attention
+from torchrope_lab.conclusion import Interval
 from torchrope_lab.data.data_config import data_config
 from torchrope_lab.data.transforms import resize, shuffle_patches
+from torchrope_lab.engine.long_table import Cell, Quantity, RightOrWrong
 from torchrope_lab.engine.other_sizes import METHODS, extended_for
 from torchrope_lab.engine.published import published
 from torchrope_lab.engine.study import Lab, describe, feasible
 from torchrope_lab.engine.trained_models import Measures, sites_of
-from torchrope_lab.results import Findings
+from torchrope_lab.results import Column
 from torchrope_lab.settings.run_config import ModelConfig, OptimConfig
-from torchrope_lab.settings.study_config import StudyConfig
 from torchrope_lab.studies import accuracy, attention, generators, resolution, shuffle
 from torchrope_lab.training.models import TokenClassifier, build_model
 
 pytestmark = pytest.mark.slow
-
-SMALL = dict(dim=16, depth=1, num_heads=2, mlp_dim=16)
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs shared by the tests, as studies share them."""
     return tmp_path_factory.mktemp("studies")
-
-
-def lab(out: Path, *encodings: str, **settings: Any) -> Lab:
-    config = StudyConfig(
-        **{
-            "data": data_config(train_size=60, val_size=40),
-            "model": ModelConfig(patch_size=[2], **SMALL),
-            "optim": OptimConfig(epochs=1, warmup_epochs=0),
-            "encodings": list(encodings),
-            "seeds": 1,
-            "out": str(out),
-            **settings,
-        }
-    )
-    return Lab(config, ("none", "mixed"), Console(file=StringIO()))
 
 
 def moving(out: Path, *encodings: str, **settings: Any) -> Lab:
@@ -60,11 +42,6 @@ def moving(out: Path, *encodings: str, **settings: Any) -> Lab:
 
 def runs(out: Path) -> set[str]:
     return {path.parent.name for path in out.glob("runs/*/result.json")}
-
-
-def kept(findings: Findings) -> dict[str, Any]:
-    """As the report reads it: JSON keeps everything."""
-    return json.loads(json.dumps(findings.plain(), allow_nan=False))
 
 
 def test_encodings_refused_by_a_model_are_skipped_with_the_reason(out: Path) -> None:
@@ -138,26 +115,24 @@ def test_frames_are_shuffled_where_there_is_time(out: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "share"),
-    [([1, 1, 1, 1], [1, 0, 0, 0], 75.0), ([1, 0, 1, 0], [1, 0, 1, 0], 0.0), ([0, 0], [0, 1], None)],
+    ("before", "after", "share"), [([1, 1, 1, 1], [1, 0, 0, 0], 75.0), ([1, 0, 1, 0], [1, 0, 1, 0], 0.0)]
 )
-def test_share_lost_is_of_what_was_right(before: list, after: list, share: float | None) -> None:
-    found = shuffle.share_lost(np.array([before], float), np.array([after], float))
-    if share is None:
-        assert found is None
-    else:
-        assert found is not None
-        assert found.low <= found.estimate == share <= found.high
+def test_share_lost_is_of_what_was_right(before: list, after: list, share: float) -> None:
+    found = lost(np.array(before, float), np.array(after, float))
+    assert found.low <= found.estimate == share <= found.high
 
 
 def test_share_lost_is_paired() -> None:
     """The exact same examples lost: an interval of unpaired ratios would hold 0 here."""
     rng = np.random.default_rng(0)
     before = (rng.random(200) < 0.5).astype(float)
-    after = before * (np.arange(200) % 5 > 0)
-    found = shuffle.share_lost(before[None], after[None])
-    assert found is not None
+    found = lost(before, before * (np.arange(200) % 5 > 0))
     assert 10 < found.low < found.high < 32
+
+
+def lost(before: np.ndarray, after: np.ndarray) -> Interval:
+    values = {Cell("mixed"): np.stack([before, after], axis=-1)[None]}
+    return Quantity(values, Column("lost", "Lost"), shuffle.share_lost).interval(Cell("mixed"))
 
 
 def test_published_shuffling_has_the_papers_cells() -> None:
@@ -360,11 +335,12 @@ def test_distance_from_commuting_reaches_its_bound_and_is_none_without_an_axis(s
 
 def test_deviation_is_that_of_all_elements() -> None:
     heads = [torch.randn(n, dtype=torch.float64) + shift for n, shift in ((50, 0.0), (200, 3.0), (10, -1.0))]
-    value, low, high = generators.deviation(np.array([generators._moments(head) for head in heads])).interval()
+    moments = np.array([generators._moments(head) for head in heads])
+    value, low, high = Quantity({Cell("mixed"): moments[None]}, Column("end", "σ"), generators.deviation).interval(
+        Cell("mixed")
+    )
     assert value == pytest.approx(torch.cat(heads).std(correction=0).item())
     assert low <= value <= high
-    alone = generators._or_mean(generators.deviation(np.array([generators._moments(heads[0])])))
-    assert alone == (pytest.approx(heads[0].std(correction=0).item()), None, None)
 
 
 def test_elements_are_those_that_can_be_other_than_zero() -> None:
@@ -418,7 +394,7 @@ def test_attention_is_measured_by_layer_at_each_size(out: Path) -> None:
     reach = {row["name"]: row["distance"] for row in table["rows"] if row["size"] == "8 × 8"}
     assert beside["learned"] is None
     assert beside["mixed"] == pytest.approx(reach["mixed"] - reach["learned"])
-    assert "At 8 × 8 attention distance is largest in" in found["answer"]
+    assert "At 8 × 8 attention distance is largest with" in found["answer"]
 
 
 @pytest.mark.parametrize("encoding", ["mixed", "liere:8", "string:8", "bias+comrope-ld", "none"])
@@ -508,26 +484,18 @@ def test_attention_at_other_sizes_reads_the_files(out: Path, tmp_path: Path, mon
 def test_attention_of_clips_keeps_the_frames_and_that_of_a_swin_is_left_out(out: Path) -> None:
     found = kept(attention.find(moving(out, "mixed")))
     assert [row["size"] for row in found["tables"][0]["rows"]] == ["5 × 12 × 12", "5 × 20 × 20", "5 × 36 × 36"]
-    swin = lab(out, model=ModelConfig(backbone="swin", patch_size=[2]))
+    swin = lab(out, "mixed", model=ModelConfig(backbone="swin", patch_size=[2]))
     assert attention.find(swin).answer.startswith("Not measured")
 
 
-def test_effects_are_paired_and_corrected_over_all_changes_at_a_size() -> None:
-    size = (8, 8)
-    right = np.array([[1.0, 0.0] * 50])
-    answers = {
-        **{(name, ""): right for name in ("mixed", "liere", "axial")},
-        ("mixed", "perturbation"): np.ones((1, 100)),
-        ("liere", "perturbation"): np.zeros((1, 100)),
-        ("axial", "perturbation"): right,
-    }
-    results = {size: answers}
-    effects = resolution._effects(results)
-    assert effects[size]["mixed", "perturbation"].estimate == 50
-    assert effects[size]["mixed", "perturbation"].low > 0
-    assert effects[size]["liere", "perturbation"].high < 0
-    assert effects[size]["axial", "perturbation"].low < 0 < effects[size]["axial", "perturbation"].high
-    sizes = resolution.Sizes((size,), size, 0)
-    said = resolution._answer(results, effects, sizes, resolution.concluded(resolution._unchanged(answers), 0.1), 2)
-    assert "not significantly different from liere and mixed; 1 of 3 changes significantly help" in said
-    assert ", most perturbation for mixed." in said
+def test_effects_are_paired_and_simultaneous_over_all_changes_at_a_size() -> None:
+    right, change = np.array([[1.0, 0.0] * 50]), "perturbation"
+    answers = {Cell(name, "8x8"): right for name in ("mixed", "liere", "axial")}
+    answers |= {Cell("mixed", "8x8", change): np.ones((1, 100)), Cell("liere", "8x8", change): np.zeros((1, 100))}
+    answers[Cell("axial", "8x8", change)] = right
+    top1 = RightOrWrong(answers)
+    pairs = {cell: cell._replace(variant="") for cell in answers if cell.variant}
+    effects = {cell.arm: effect for cell, effect in top1.changes_by_level(pairs).items()}
+    assert effects["mixed"].estimate == 50
+    assert effects["mixed"].low > 0 > effects["liere"].high
+    assert effects["axial"].low < 0 < effects["axial"].high

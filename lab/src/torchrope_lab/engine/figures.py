@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from torchrope_lab.engine.estimates import cells, top1_cells
+from torchrope_lab.engine.long_table import Cell, Columns, RightOrWrong, row_of
 from torchrope_lab.engine.runs import Trained
 from torchrope_lab.results import Axis, Figure, Row, Value
 
@@ -37,12 +37,19 @@ def figure(
     return Figure(name, kind, title, alt, x, y, rows, series, panel, low, high, caption=caption)
 
 
-def top1_by_encoding(rights: Mapping[str, np.ndarray], chance: float) -> Figure:
-    """Build a figure of top-1 with intervals, in decreasing order, from right or wrong `(seeds, examples)`."""
-    ordered = sorted(rights, key=lambda name: (-rights[name].mean(), name))
-    rows = [{"name": name, **top1_cells(rights[name])} for name in ordered]
+def marks(cells: Iterable[Cell], columns: Columns, level: str = "") -> list[Row]:
+    """Return a row for each cell: its arm as "name", its level under a key, and columns."""
+    return [{"name": cell.arm, **({level: cell.level} if level else {}), **row_of(columns, cell)} for cell in cells]
+
+
+def top1_by_encoding(top1: RightOrWrong, chance: float) -> Figure:
+    """Build a figure of top-1 with intervals, in decreasing order."""
+    ordered = sorted(top1.values, key=lambda cell: (-top1.values[cell].mean(), cell))
     caption = f"Lines are 95 % intervals. The best constant prediction has {100 * chance:.1f} %."
-    return figure("top1", "Accuracy", TOP1_AXIS, ENCODING_AXIS, rows, caption, kind="points", low="low", high="high")
+    return figure(
+        "top1", "Accuracy", TOP1_AXIS, ENCODING_AXIS, marks(ordered, top1.columns), caption, kind="points", low="low",
+        high="high",
+    )  # fmt: skip
 
 
 def top1_curves(groups: Mapping[str, Sequence[Trained]]) -> Figure:
@@ -69,7 +76,7 @@ def over_epochs(runs: Sequence[Trained], key: str) -> list[tuple[int, float, flo
     return found
 
 
-Point = tuple[str, str, float, Sequence[float | None]]
+Point = tuple[str, str, float, Sequence[float | None] | None]
 """Series, panel, x, and an estimate with the ends of its interval."""
 
 
@@ -77,10 +84,10 @@ def line_figure(
     x: Axis, y: Axis, points: Iterable[Point], *, panel: str | None = None, panels: bool = True, **shown: Any
 ) -> Figure:
     """Build a figure of lines through estimates with intervals, with a small figure by panel if `panels`."""
-    rows: list[Row] = [
-        {"name": series, **({panel: part} if panel else {}), x.key: at, **cells(y.key, found)}
-        for series, part, at, found in points
-    ]
+    rows: list[Row] = []
+    for series, part, at, found in points:
+        y_cells = dict(zip((y.key, f"{y.key}_low", f"{y.key}_high"), found or (None,) * 3, strict=True))
+        rows.append({"name": series, **({panel: part} if panel else {}), x.key: at, **y_cells})
     low, high = f"{y.key}_low", f"{y.key}_high"
     return figure(x=x, y=y, rows=rows, panel=panel if panels else None, low=low, high=high, **shown)
 

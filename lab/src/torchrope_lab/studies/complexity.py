@@ -17,8 +17,8 @@ from torchrope.models import Swin, ViT
 from torchrope_lab import recipes
 from torchrope_lab.conclusion import join_names
 from torchrope_lab.engine.descriptions import label
-from torchrope_lab.engine.estimates import Columns, table_of
 from torchrope_lab.engine.figures import figure
+from torchrope_lab.engine.long_table import Columns, table_of
 from torchrope_lab.engine.published import published
 from torchrope_lab.engine.study import Lab
 from torchrope_lab.results import Axis, Column, Figure, Findings, Row, Table

@@ -22,15 +22,9 @@ from torchrope_lab.conclusion import Interval, join_names
 from torchrope_lab.encodings import load_modules
 from torchrope_lab.engine.descriptions import label
 from torchrope_lab.engine.dry_run import NotTrained
-from torchrope_lab.engine.estimates import (
-    SIMULTANEOUS,
-    in_percent,
-    name_columns,
-    simultaneous_intervals,
-    table_of,
-    with_interval,
-)
+from torchrope_lab.engine.estimates import in_percent, simultaneous_intervals
 from torchrope_lab.engine.figures import cells_figure, map_figure
+from torchrope_lab.engine.long_table import SIMULTANEOUS, name_columns, table_of, with_interval
 from torchrope_lab.engine.published import cite
 from torchrope_lab.engine.study import Lab
 from torchrope_lab.engine.workers import run_calls
@@ -228,7 +222,7 @@ def _table(results: Results, title: str, condition: str) -> Table:
         return lambda encoding: results.percent(encoding, ability.name, condition=condition)
 
     columns = [
-        *name_columns(),
+        *name_columns(str),
         *((with_interval(ability.name, ability.title, "%", 0), value(ability)) for ability in results.abilities),
     ]
     return table_of(title, columns, results.encodings, "Means over seeds with 95 % intervals.")
