@@ -17,7 +17,6 @@ from published import Shapes, drawn, linear, norm, randomised, saved
 import torchrope as tr
 from torchrope_lab.cli import main
 from torchrope_lab.engine.runs import Trained
-from torchrope_lab.engine.study import find_study, run_study
 from torchrope_lab.engine.trained_models import Site, encodings_of_runs, read_checkpoints
 from torchrope_lab.settings.run_config import ModelConfig
 from torchrope_lab.studies import attention, fourier, generators
@@ -124,12 +123,6 @@ def test_frequencies_of_files_are_those_of_their_models(tmp_path: Path, out: Pat
     beside = kept(fourier.find(lab(out, "liere:8", checkpoint=[str(run.folder)])))
     states = {row["state"]: row["fit_width"] for row in beside["tables"][0]["rows"]}
     assert states["checkpoint, 4x4 tokens"] == states["digits, trained"]
-
-
-def test_file_without_rotation_is_rejected(tmp_path: Path, out: Path) -> None:
-    path = vit(tmp_path, "ape.safetensors", "learned")
-    with pytest.raises(ValueError, match=r"^fourier needs rotary encodings, got ape\.safetensors$"):
-        fourier.find(lab(out, checkpoint=[str(path)]))
 
 
 def test_generators_of_a_run_are_those_of_its_folder_without_their_start(out: Path, run: Trained) -> None:
@@ -248,15 +241,6 @@ def test_encodings_of_runs_are_known_before_they_are_imported(run: Trained, tmp_
     assert encodings_of_runs([str(tmp_path), str(ape), str(run.folder)]) == ["mine.own:Spiral", "liere:8"]
 
 
-def test_checkpoints_replace_the_default_runs(tmp_path: Path, run: Trained) -> None:
-    config = lab(tmp_path, checkpoint=[str(run.folder)]).config
-    file = run_study(find_study("generators"), config, command="", console=labs.QUIET)
-    written = json.loads(file.read_text())
-    assert [row["name"] for row in written["findings"]["tables"][0]["rows"]] == [run.folder.name]
-    assert not (tmp_path / "runs").exists()
-    assert written["run"]["config"]["checkpoint"] == [str(run.folder)]
-
-
 @pytest.mark.slow
 def test_command_reads_several_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -269,11 +253,3 @@ def test_command_reads_several_files(
     assert [row["encoding"] for row in stored["findings"]["tables"][0]["rows"]] == names
     assert (tmp_path / "out" / "report" / "index.html").exists()
     assert not os.path.exists(tmp_path / "out" / "runs")
-
-
-def test_help_of_studies_names_both_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["study", "--help"])
-    shown = capsys.readouterr().out
-    assert "--reference REFERENCE" in shown
-    assert "--checkpoint [ITEM,...]" in shown

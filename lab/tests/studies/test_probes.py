@@ -11,9 +11,9 @@ import yaml
 
 from torchrope import grid
 from torchrope_lab.cli import main
-from torchrope_lab.settings.probes_config import SIDES, AbilityName, ProbesConfig
+from torchrope_lab.settings.probes_config import SIDES, ProbesConfig
 from torchrope_lab.statistics import over_seeds
-from torchrope_lab.studies.probes import Contrast, Job, Results, _answer, layer
+from torchrope_lab.studies.probes import Contrast, Job, Results, layer
 from torchrope_lab.studies.probes.abilities import ABILITIES, nearest_weights, weights_of
 from torchrope_lab.studies.probes.layer import CONDITIONS, TRAINED, Condition, Probe, score, train_probe
 
@@ -22,10 +22,6 @@ QUICK = ["--seeds", "1", "--probes.steps", "3", "--probes.batch_size", "2", "--p
 
 def _places(axes: int) -> torch.Tensor:
     return grid(*(SIDES[axes],) * axes, dtype=torch.float64)
-
-
-def test_every_name_is_an_ability() -> None:
-    assert set(AbilityName.__args__) == {*ABILITIES}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -172,15 +168,6 @@ def test_diverged_probe_leaves_its_encoding_out(tmp_path: Path, capsys: pytest.C
     capsys.readouterr()
     assert main(command) == 2
     assert "none of the encodings can be probed: " in capsys.readouterr().err
-
-
-def test_answer_for_one_encoding_names_its_abilities() -> None:
-    abilities = [ABILITIES[name] for name in ("next", "far", "ring")]
-    measured = {Job("axial", each.name, 16, 0): {"scores": {TRAINED.name: each.name != "ring"}} for each in abilities}
-    answer = _answer(Results(["axial"], abilities, 16, 1, measured), [])
-    assert "2 of 3 abilities" in answer
-    assert [each.title in answer for each in abilities] == [True, True, False]
-    assert "between encodings" not in answer
 
 
 def test_leads_have_simultaneous_intervals() -> None:

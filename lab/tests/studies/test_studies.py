@@ -351,19 +351,6 @@ def test_accuracy_ranks_with_intervals(tmp_path: Path, monkeypatch: pytest.Monke
     assert "axial and mixed are not significantly different" in found.answer
 
 
-def test_published_accuracies_have_the_cells_of_the_papers_and_of_the_reviews() -> None:
-    second, before, losses, first = published("accuracy")[:4]
-    assert "69.6 (69.2-70.0)" in second.note
-    assert [row["value3"] for row in before.rows] == [42.7, 50.5, 45.7, 52.1, 53.6]
-    assert (before.rows[2]["value1"], before.rows[2]["low1"], before.rows[2]["high1"]) == (63.7, 61.8, 65.6)
-    assert [row["value1"] for row in losses.rows] == [1.56, 1.56, 1.38, 1.36, 1.27]
-    assert losses.rows[3]["value2"] is None
-    assert (losses.rows[4]["low3"], losses.rows[4]["high3"]) == (2.62, 2.67)
-    assert [row["value4"] for row in first.rows] == [80.7, None, 81.9, 82.7]
-    mixed = {"before": before.rows[2], "after": second.rows[2]}
-    assert [mixed["after"][f"value{n}"] - mixed["before"][f"value{n}"] for n in (1, 2)] == pytest.approx([5.1, 2.9])  # type: ignore[operator]
-
-
 def test_drops_that_contradict_their_accuracies_are_errata() -> None:
     wrong = []
     for table in published("shuffle"):

@@ -27,7 +27,7 @@ from torchrope_lab.engine.runs import MeasuresOf, Trained
 from torchrope_lab.engine.study import Lab, find_study, run_study
 from torchrope_lab.settings.run_config import ModelConfig, OptimConfig
 from torchrope_lab.settings.study_config import StudyConfig
-from torchrope_lab.statistics import BootstrapEstimate, draw, resample
+from torchrope_lab.statistics import BootstrapEstimate, draw
 from torchrope_lab.studies import dense
 from torchrope_lab.studies.dense import evaluate, measured
 
@@ -99,29 +99,6 @@ def test_classes_that_are_predicted_alone_count_against() -> None:
     assert count_pixels(torch.tensor([[0, 2]]), torch.tensor([[0, 0]])) == {"0": [1, 1, 2], "2": [0, 1, 0]}
     records = [count_pixels(torch.tensor([[0, 2]]), torch.tensor([[0, 0]]))]
     assert mean_iou(records)(np.ones((1, 1)))[0] == pytest.approx((1 / 2 + 0) / 2)
-
-
-def test_score_is_the_mean_over_seeds_in_every_draw() -> None:
-    def seed(factor: float) -> Any:
-        return lambda weights: factor * weights[:, 0] / weights.sum(axis=1)
-
-    both = draw([seed(1.0), seed(3.0)], 5, draws=40)
-    assert both.on_all == pytest.approx([0.2, 0.6])
-    assert both.mean == pytest.approx(0.4)
-    [weights] = resample(5, draws=40)
-    assert both.draws == pytest.approx(np.outer([1, 3], weights[:, 0] / 5))
-
-
-def test_draws_are_the_same_for_all_and_whole_images() -> None:
-    [weights] = resample(50, draws=200)
-    assert (weights.sum(axis=1) == 50).all()
-    assert np.array_equal(weights, next(resample(50, draws=200)))
-    values = np.random.default_rng(0).random(50)
-    one = of_images(values)
-    _, low, high = one.interval()
-    assert low < one.mean < high
-    assert (high - low) / 2 == pytest.approx(1.96 * values.std() / 50**0.5, rel=0.1)
-    assert (one - of_images(values)).interval() == (0, 0, 0)
 
 
 def test_differences_are_paired_over_images() -> None:
@@ -363,16 +340,6 @@ def test_head_that_is_named_is_taken_for_its_task(tmp_path: Path) -> None:
     maps, boxes = ([run.config.model for run in dense.runs_of(here, task)] for task in (SEGMENT, DETECT))
     assert [(model.head, model.num_queries, model.head_channels) for model in maps] == [("mask2former", 20, 32)] * 2
     assert [(model.head, model.num_queries, model.head_channels) for model in boxes] == [("dino", None, None)] * 2
-
-
-@pytest.mark.parametrize("data", MODELS)
-def test_dry_run_lists_the_runs(tmp_path: Path, data: str) -> None:
-    console = Console(file=StringIO(), width=80)
-    settings = lab(tmp_path, "learned", "mixed", data=data).config
-    run_study(find_study("dense"), settings, command="", console=console, dry_run=True)
-    told = console.file.getvalue()  # type: ignore[attr-defined]
-    assert told.count("runs to train or measure: ") == 1
-    assert "runs to train or measure: 2 of 2, " in told
 
 
 @pytest.mark.slow

@@ -12,13 +12,11 @@ import torch
 from labs import SMALL, kept, lab
 from miniatures import MINIATURES
 
-from torchrope.attention import Attention
 from torchrope_lab.conclusion import Interval
 from torchrope_lab.data.data_config import data_config
-from torchrope_lab.data.transforms import resize, shuffle_patches
+from torchrope_lab.data.transforms import resize
 from torchrope_lab.engine.long_table import Cell, Quantity, RightOrWrong
-from torchrope_lab.engine.other_sizes import METHODS, extended_for
-from torchrope_lab.engine.published import published
+from torchrope_lab.engine.other_sizes import METHODS
 from torchrope_lab.engine.study import Lab, describe, feasible
 from torchrope_lab.engine.trained_models import Measures, sites_of
 from torchrope_lab.results import Column
@@ -52,18 +50,6 @@ def test_encodings_refused_by_a_model_are_skipped_with_the_reason(out: Path) -> 
     assert reason.startswith("liere:5 is left out: head_dim must be divisible by block_size = 5")
     with pytest.raises(ValueError, match="did you mean"):
         feasible(here, [here.run("mixxed")])
-
-
-def test_frames_are_permuted_whole_and_each_clip_on_its_own() -> None:
-    clips = torch.arange(8 * 6.0).reshape(8, 1, 6, 1).expand(-1, 2, -1, 3).contiguous()
-    moved = shuffle_patches(clips, [2, None], torch.Generator().manual_seed(0))
-    assert moved.shape == clips.shape
-    assert (moved == moved[:, :1, :, :1]).all()  # channels and pixels of a frame stay together
-    assert torch.equal(moved.sort(dim=2).values, clips)
-    pairs = moved[:, 0, :, 0].reshape(8, 3, 2)
-    assert (pairs[..., 1] == pairs[..., 0] + 1).all()
-    orders = {tuple((pair[:, 0] % 6).tolist()) for pair in pairs}
-    assert len(orders) > 2
 
 
 def test_shuffling_separates_position_dependence(out: Path) -> None:
@@ -135,21 +121,6 @@ def lost(before: np.ndarray, after: np.ndarray) -> Interval:
     return Quantity(values, Column("lost", "Lost"), shuffle.share_lost).interval(Cell("mixed"))
 
 
-def test_published_shuffling_has_the_papers_cells() -> None:
-    first, clips, second = published("shuffle")
-    assert first.rows[-1] == {
-        "name": "liere",
-        "value1": 69.4,
-        "value2": 15.9,
-        "value3": 77.1,
-        **{f"{end}{n}": None for end in ("low", "high") for n in (1, 2, 3)},
-    }
-    assert clips.rows[0]["value2"] == 44.0
-    assert [row["value5"] for row in second.rows] == [39.5, 37.0, 28.2, 27.8, 28.0]
-    for row in (*first.rows, *second.rows):
-        assert math.isclose(row["value3"], 100 * (1 - row["value2"] / row["value1"]), abs_tol=0.2)  # type: ignore[operator]
-
-
 @pytest.fixture(scope="module")
 def sized(out: Path) -> dict[str, Any]:
     here = lab(out, "none", "mixed", "liere:8", "learned", "learned+mixed")
@@ -201,34 +172,6 @@ def test_resolution_compares_each_change_with_the_encoding_without_it(sized: dic
     assert "16 × 16 (2 times the training size)" in sized["answer"]
 
 
-@pytest.mark.parametrize("encoding", ["axial", "mixed", "liere:8", "string:8", "comrope-ld"])
-def test_interpolated_models_see_an_enlarged_lattice_as_the_one_trained_on(out: Path, encoding: str) -> None:
-    """Frequencies over 2 and a lattice twice as long: the rotation of token 2i is that of token i."""
-    here = lab(out)
-    model = build_model(encoding, here.config.model, here.data)
-    longer, _ = extended_for(model, (16, 16), (8, 8), "interpolate")
-    with torch.no_grad():
-        small = model.encodings[0](model.positions((4, 4))[1:]).matrix().unflatten(-3, (4, 4))
-        large = longer.encodings[0](longer.positions((8, 8))[1:]).matrix().unflatten(-3, (8, 8))
-    moved = model.position_map.origin != 0.0 and model.position_map.origin != (0.0, 0.0)
-    if moved:  # patch centres: compare offsets
-        small, large = small[..., :1, :1, :, :].mT @ small, large[..., :1, :1, :, :].mT @ large
-    torch.testing.assert_close(large[..., ::2, ::2, :, :], small, atol=1e-5, rtol=1e-5)
-
-
-def test_yarn_sharpens_attention_and_leaves_the_trained_model_alone(out: Path) -> None:
-    here = lab(out)
-    model = build_model("mixed", here.config.model, here.data)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    longer, _ = extended_for(model, (16, 16), (8, 8), "yarn")
-    qkv, old = longer.layers[0].attention.qkv.weight, before["layers.0.attention.qkv.weight"]
-    keys = slice(16, 32)
-    torch.testing.assert_close(qkv[keys], old[keys] * (0.1 * math.log(4) + 1) ** 2)
-    assert torch.equal(qkv[:16], old[:16])
-    assert torch.equal(qkv[32:], old[32:])
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-
 @pytest.mark.slow
 def test_frames_are_kept_and_motion_has_no_second_stage(out: Path) -> None:
     here = moving(out, "mixed")
@@ -237,16 +180,6 @@ def test_frames_are_kept_and_motion_has_no_second_stage(out: Path) -> None:
         f"5 × {side} × {side}" for side in (8, 16, 20, 24, 32, 40)
     ]
     assert any(reason.startswith("No second stage") for reason in here.left_out)
-
-
-def test_published_sizes_have_the_papers_cells() -> None:
-    reviews, comrope, rope_vit = published("resolution")
-    assert reviews.rows[1]["value6"] == 73.3
-    assert (reviews.rows[2]["low6"], reviews.rows[2]["high6"]) == (69.3, 70.1)
-    assert {row["name"]: row["value9"] for row in comrope.rows}["comrope-ld, perturbed"] == 60.39
-    assert len(comrope.rows) == 10
-    assert [row["value1"] for row in rope_vit.rows] == [57.8, 35.4, 55.7, 58.5]
-    assert all(row["value6"] < row["value7"] for row in comrope.rows)  # 320 and 384, as the note says
 
 
 @pytest.fixture(scope="module")
@@ -363,15 +296,6 @@ def test_generators_of_clips_have_three_pairs_of_axes(out: Path) -> None:
     assert any(reason.startswith("string:5 is left out") for reason in here.left_out)
 
 
-def test_published_deviations_have_the_papers_cells() -> None:
-    [table] = published("generators")
-    assert [[row[f"value{n}"] for n in (1, 2, 3)] for row in table.rows] == [
-        [0.326, 0.246, 0.195],
-        [0.271, 0.208, 0.171],
-        [0.384, 0.278, 0.238],
-    ]
-
-
 def test_attention_is_measured_by_layer_at_each_size(out: Path) -> None:
     found = kept(attention.find(lab(out, "none", "learned", "mixed")))
     [table] = found["tables"]
@@ -414,14 +338,6 @@ def test_weights_are_those_that_attention_mixes_with(out: Path, encoding: str) -
             v = own.qkv(x).chunk(3, dim=-1)[2].unflatten(-1, (2, 8)).transpose(1, 2)
             assert weights.shape == (3, 2, 25, 25)
             torch.testing.assert_close(own.proj((weights @ v).transpose(1, 2).flatten(2)), output)
-
-
-def test_mask_takes_weight_away() -> None:
-    own = Attention(8, 2)
-    mask = torch.ones(4, 4, dtype=torch.bool).tril()
-    weights = own.weights(torch.randn(1, 4, 8), bias=mask)
-    assert (weights[..., ~mask] == 0).all()
-    torch.testing.assert_close(weights.sum(dim=-1), torch.ones(1, 2, 4))
 
 
 @pytest.mark.parametrize("pool", ["cls", "mean"])
