@@ -11,9 +11,10 @@ import yaml
 
 from torchrope import grid
 from torchrope_lab.cli import main
+from torchrope_lab.engine.long_table import Cell
 from torchrope_lab.settings.probes_config import SIDES, ProbesConfig
 from torchrope_lab.statistics import over_seeds
-from torchrope_lab.studies.probes import Contrast, Job, Results, layer
+from torchrope_lab.studies.probes import Job, layer, scores_of
 from torchrope_lab.studies.probes.abilities import ABILITIES, nearest_weights, weights_of
 from torchrope_lab.studies.probes.layer import CONDITIONS, TRAINED, Condition, Probe, score, train_probe
 
@@ -170,7 +171,7 @@ def test_diverged_probe_leaves_its_encoding_out(tmp_path: Path, capsys: pytest.C
     assert "none of the encodings can be probed: " in capsys.readouterr().err
 
 
-def test_leads_have_simultaneous_intervals() -> None:
+def test_leads_are_paired_by_seed_and_have_simultaneous_intervals() -> None:
     drawn = np.random.default_rng(0).random((2, 2, 5))
     measured = {
         Job(name, ability, 32, seed): {"scores": {"trained": drawn[i, j, seed]}}
@@ -178,13 +179,11 @@ def test_leads_have_simultaneous_intervals() -> None:
         for j, ability in enumerate(("far", "ring"))
         for seed in range(5)
     }
-    results = Results(["mixed", "axial"], [ABILITIES["far"], ABILITIES["ring"]], 32, 5, measured)
-    contrasts = [Contrast("mixed", "axial", ability) for ability in ("far", "ring")]
-    found = results.leads(contrasts)
-    for j, contrast in enumerate(contrasts):
+    found = scores_of(measured, 32).changes({Cell("mixed", at): Cell("axial", at) for at in ("far", "ring")})
+    for j, lead in enumerate(found.values()):
         alone = over_seeds(100 * (drawn[0, j] - drawn[1, j])).interval()
-        assert found[contrast].estimate == pytest.approx(alone.estimate)
-        assert found[contrast].low < alone.low < alone.high < found[contrast].high
+        assert lead.estimate == pytest.approx(alone.estimate)
+        assert lead.low < alone.low < alone.high < lead.high
 
 
 @pytest.mark.parametrize("axes", [1, 3, pytest.param(4, marks=pytest.mark.slow)])

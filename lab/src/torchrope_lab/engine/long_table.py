@@ -163,13 +163,15 @@ def name_columns(
     return (NAMES[0], title), (NAMES[1], arm_of)
 
 
-def at_levels(value: Callable[[Cell], Any], titles: Mapping[Any, str], unit: str) -> Columns:
+def at_levels(
+    value: Callable[[Cell], Any], titles: Mapping[Any, str], unit: str, digits: int = 1, prefix: str = "at"
+) -> Columns:
     """Return a column of estimates for each level of a row's arm and variant, by their titles."""
 
     def at(level: Level) -> Callable[[Cell], Any]:
         return lambda cell: value(cell._replace(level=level))
 
-    return [(with_interval(f"at{level}", title, unit, 1), at(level)) for level, title in titles.items()]
+    return [(with_interval(f"{prefix}{level}", title, unit, digits), at(level)) for level, title in titles.items()]
 
 
 def change_columns(changes: Changes, heading: str, key: str = "change", unit: str = "points", digits: int = 1,
