@@ -309,15 +309,14 @@ class TestTrainingEfficiency:
     def hits(run: Run) -> float:
         return {"learned": 0.4, "mixed": 0.8, "axial": 0.3, "string": 0.41}[run.encoding]
 
-    def test_epochs_steps_and_seconds_are_read_from_the_curves(self) -> None:
+    def test_epochs_and_seconds_are_read_from_the_curves(self) -> None:
         findings, lab = found("training-efficiency", self.hits, ["mixed", "axial"])
         assert shared_with_accuracy(lab) == ["learned", "mixed", "axial"]
         rows = by(findings.tables[0], "name")
         mixed = rows[("mixed",)]
         assert mixed["epochs"] == pytest.approx(4)  # half as high, half as soon
-        assert mixed["steps"] == pytest.approx(8)  # 100 examples in batches of 64
         assert mixed["seconds"] == pytest.approx(4)
-        assert mixed["factor"] == mixed["time_factor"] == mixed["sooner"] == pytest.approx(2)
+        assert mixed["factor"] == mixed["sooner"] == pytest.approx(2)
         assert 1.5 < mixed["sooner_low"] < 2 < mixed["sooner_high"] < 2.5
         assert rows[("learned",)]["epochs"] == 8
         assert rows[("axial",)]["epochs"] is None
@@ -581,8 +580,7 @@ class TestAgainstMixed:
         never, _ = found(
             "training-efficiency", lambda run: 0.3 if run.encoding == "mixed" else self.hits(run), ["mixed", "liere"]
         )
-        [row] = titled(never, "Sooner than RoPE-Mixed").rows
-        assert (row["sooner"], row["verdict"]) == (None, "not reached by mixed")
+        assert not any(table.title.startswith("Sooner than RoPE-Mixed") for table in never.tables)
 
     def test_mixed_table_is_absent_without_mixed_or_if_reference(self) -> None:
         for settings in ({"encodings": ["liere"]}, {"encodings": ["mixed", "liere"], "reference": "mixed"}):

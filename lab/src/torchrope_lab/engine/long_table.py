@@ -61,15 +61,13 @@ class Quantity:
 
     Attributes:
         values: Values of each cell, `(seeds, examples, ...)`.
-        shown: Its column in tables.
+        shown: Its column in tables; in percent, values are shares of 1.
         statistic: Maps the values of a seed and weights `(draws, examples)` to the values of all draws.
-        factor: Factor of estimates in tables: 100 for shares in percent.
     """
 
     values: Mapping[Cell, Any]
     shown: Column
     statistic: Statistic = weighted_mean
-    factor: float = 1.0
 
     @cached_property
     def estimates(self) -> dict[Cell, BootstrapEstimate]:
@@ -114,7 +112,7 @@ class Quantity:
         return {cell: Cell(others[cell.arm], cell.level) for cell in self.values if cell.arm in others}
 
     def _scaled(self, found: Interval) -> Interval:
-        return Interval(*(self.factor * each for each in found)) if self.factor != 1 else found
+        return in_percent(found) if self.shown.unit == "%" else found
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,9 @@ EXAMPLES = 512
 SCORES = 2**25  # in memory at a time
 UNIFORM = "uniform attention"
 QUANTITIES = {
-    "distance": (with_interval("distance", "Distance", "patches", 2), 1.0),
-    "entropy": (with_interval("entropy", "Entropy", "nats", 2), 1.0),
-    "front": (with_interval("front", "Weight on class and register tokens", "%", 1), 100.0),
+    "distance": with_interval("distance", "Distance", "patches", 2),
+    "entropy": with_interval("entropy", "Entropy", "nats", 2),
+    "front": with_interval("front", "Weight on class and register tokens", "%", 1),
 }
 KEYS = tuple(QUANTITIES)
 
@@ -74,53 +74,31 @@ def find(lab: Lab) -> Findings:
     if not measured:
         return Findings(models.unmeasured(NONE_POSSIBLE))
     layers = {kind: {each.at(size): each.stack(size, kind) for size in lattices for each in measured} for kind in KEYS}
-    quantities = {kind: _over_layers(*QUANTITIES[kind], layers[kind]) for kind in KEYS}
-    distance, entropy = quantities["distance"], quantities["entropy"]
-    names = [each.name for each in measured]
-    further = distance.changes_by_level(distance.against_arms(all_but(reference, names)))
-    furthest: dict[Cell, str] = {}
-    sharpest: dict[Cell, str] = {}
-    for size in lattices:
-        furthest |= distance.ranks(size)
-        sharpest |= entropy.ranks(size, lowest=True)
-
-    def of_uniform(kind: str, key: str, title: str) -> Any:
-        uniform = {size: 100 / (_uniform(lattice)[kind] or 1.0) for size, lattice in lattices.items()}
-        scaled = {cell: uniform[str(cell.level)] * values.mean(axis=1) for cell, values in layers[kind].items()}
-        return Quantity(scaled, with_interval(key, title, "%", 1)).column
-
+    quantities = {
+        kind: Quantity({cell: values.mean(axis=1) for cell, values in layers[kind].items()}, shown)
+        for kind, shown in QUANTITIES.items()
+    }
+    distance, entropy, front = quantities.values()
+    further = distance.changes_by_level(distance.against_arms(all_but(reference, [each.name for each in measured])))
+    furthest = {size: distance.ranks(size) for size in lattices}
+    sharpest = {size: entropy.ranks(size, lowest=True) for size in lattices}
     columns = (
         *name_columns(titles={each.name: each.title for each in measured}),
         (Column("size", "Input size"), lambda cell: _shown(cell.level)),
         distance.column,
-        (Column("furthest", "Distance, verdict"), furthest.get),
+        (Column("furthest", "Distance, verdict"), lambda cell: furthest[cell.level][cell]),
         (with_interval("beside", f"Further than {reference}", "patches", 2), further.get),
-        of_uniform("distance", "relative", "Over that of uniform attention"),
         entropy.column,
-        (Column("sharpest", "Least entropy, verdict"), sharpest.get),
-        of_uniform("entropy", "share", "Over the largest entropy"),
-        quantities["front"].column,
+        (Column("sharpest", "Least entropy, verdict"), lambda cell: sharpest[cell.level][cell]),
+        front.column,
     )
-    at = _name(lab.data.input_size)
-    clauses = (
-        (f"At {_shown(at)} attention distance is largest", distance, furthest, " patches"),
-        ("entropy is lowest", entropy, sharpest, " nats"),
-    )
-    said = []
-    for claim, quantity, verdicts, unit in clauses:
-        at_size = {cell: verdict for cell, verdict in verdicts.items() if cell.level == at}
-        said.append(ranking(claim, at_size, quantity.interval, unit, 2))
-    title = "Attention by input size, mean over layers"
+    at, title = _name(lab.data.input_size), "Attention by input size, mean over layers"
+    claim = f"At {_shown(at)} attention distance is largest"
     return Findings(
-        answer=f"{'; '.join(said)}.{caveat(len(lab.seeds))}",
+        answer=f"{ranking(claim, furthest[at], distance.interval, ' patches', 2)}.{caveat(len(lab.seeds))}",
         tables=[table_of(title, columns, distance.values, _note(lab.data, reference))],
         figures=[_figure(kind, layers[kind], lattices, at) for kind in ("distance", "entropy")],
     )
-
-
-def _over_layers(column: Column, factor: float, layers: ByLayer) -> Quantity:
-    """Return the mean over layers, times a factor."""
-    return Quantity({cell: factor * values.mean(axis=1) for cell, values in layers.items()}, column)
 
 
 def _patch_size(models: Models) -> Size:

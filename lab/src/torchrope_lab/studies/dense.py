@@ -119,7 +119,7 @@ def measured(lab: Lab, plans: Sequence[tuple[Task, Sequence[Run]]]) -> list[Outc
 def scores_of(task: Task, records: Mapping[Cell, Sequence[Any]]) -> Quantity:
     """Return a task's measure, in percent, from the records of images of each seed."""
     shown = Column(task.name, task.measure, "%", 1)
-    return Quantity(records, shown, lambda seed, weights: task.measure_of(seed)(weights), 100.0)
+    return Quantity(records, shown, lambda seed, weights: task.measure_of(seed)(weights))
 
 
 def evaluate(model: Any, data: DataModule, *, task: Task) -> dict[str, Any]:

@@ -203,10 +203,7 @@ def _dimension_of_all(heads: Heads) -> int:
 
 def _over_heads(by_cell: Mapping[Cell, Heads], way: str, key: str, title: str, unit: str, digits: int) -> Quantity:
     """Return a measure of `sharpness`, whose examples are heads."""
-    factor = 100 if unit == "%" else 1
-    values = {
-        cell: np.array([[each[key] for each in heads.sharpness[way]]]) * factor for cell, heads in by_cell.items()
-    }
+    values = {cell: np.array([[each[key] for each in heads.sharpness[way]]]) for cell, heads in by_cell.items()}
     return Quantity(values, with_interval(f"{way}_{key}", title, unit, digits))
 
 

@@ -52,9 +52,9 @@ def find(lab: Lab) -> Findings:
     by_cell = {each.at(): each for each in measured}
     sigma, distance = "σ trained", "Distance from commuting"
 
-    def over_heads(shown: Column, *keys: str, of: Statistic = weighted_mean, factor: float = 1.0) -> Quantity:
+    def over_heads(shown: Column, *keys: str, of: Statistic = weighted_mean) -> Quantity:
         which = measured if keys[0] == END else known
-        return Quantity({each.at(): each.pool(*keys)[None] for each in which}, shown, of, factor)
+        return Quantity({each.at(): each.pool(*keys)[None] for each in which}, shown, of)
 
     with_zeros = {cell: _with_zeros(each)[None] for cell, each in by_cell.items()}
     apart = over_heads(with_interval("apart", f"{distance}, trained", digits=3), END, "apart")
@@ -83,7 +83,7 @@ def find(lab: Lab) -> Findings:
         apart.column,
         (change.shown, lambda cell: moved.get(cell) or change.column[1](cell)),
         (VERDICT, verdict),
-        over_heads(shown("path", "Change by training / initial norm", "%", 1), "path", factor=100.0).column,
+        over_heads(shown("path", "Change by training / initial norm", "%", 1), "path").column,
     )
     answer = "All generators commute by construction."
     if moved:

@@ -130,6 +130,6 @@ def _shuffled_by(kind: str, top1: RightOrWrong, chance: str) -> tuple[Table, str
 
 
 def share_lost(before_and_after: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Compute the share of accuracy lost, (before - after) / before in percent, of right or wrong `(examples, 2)`."""
+    """Compute the share of accuracy lost, (before - after) / before, of right or wrong `(examples, 2)`."""
     before, after = (weights @ before_and_after).T
-    return 100 * (1 - np.divide(after, before, out=np.ones_like(before), where=before > 0))
+    return 1 - np.divide(after, before, out=np.ones_like(before), where=before > 0)

@@ -81,7 +81,7 @@ def scores_of(measured: Mapping[Job, Mapping[str, Any]], head_dim: int, conditio
             score = each["scores"][condition]
             values.setdefault(Cell(job.encoding, job.ability), []).append([nan if score is None else score])
     known = {cell: np.array(seeds) for cell, seeds in values.items() if np.isfinite(seeds).all()}
-    return Quantity(known, Column("score", "Explained", "%", 0), factor=100.0)
+    return Quantity(known, Column("score", "Explained", "%", 0))
 
 
 def find(lab: Lab) -> Findings:
