@@ -11,9 +11,9 @@ import yaml
 
 from torchrope import grid
 from torchrope_lab.cli import main
+from torchrope_lab.engine.estimates import drawn_mean
 from torchrope_lab.engine.long_table import Cell
 from torchrope_lab.settings.probes_config import SIDES, ProbesConfig
-from torchrope_lab.statistics import over_seeds
 from torchrope_lab.studies.probes import Job, layer, scores_of
 from torchrope_lab.studies.probes.abilities import ABILITIES, nearest_weights, weights_of
 from torchrope_lab.studies.probes.layer import CONDITIONS, TRAINED, Condition, Probe, score, train_probe
@@ -181,7 +181,7 @@ def test_leads_are_paired_by_seed_and_have_simultaneous_intervals() -> None:
     }
     found = scores_of(measured, 32).changes({Cell("mixed", at): Cell("axial", at) for at in ("far", "ring")})
     for j, lead in enumerate(found.values()):
-        alone = over_seeds(100 * (drawn[0, j] - drawn[1, j])).interval()
+        alone = drawn_mean(100 * (drawn[0, j] - drawn[1, j])[:, None]).interval()
         assert lead.estimate == pytest.approx(alone.estimate)
         assert lead.low < alone.low < alone.high < lead.high
 

@@ -117,11 +117,6 @@ def trend(x: Sequence[float], rights: Sequence[np.ndarray]) -> BootstrapEstimate
     return drawn_mean(100 * slopes.round(12))  # equal accuracies have a slope of exactly 0
 
 
-def drawn_means(values: Sequence[np.ndarray]) -> np.ndarray:
-    """Compute means `(draws, rows)` in draws of examples and seeds, of rows `(seeds, examples)` or `(examples,)`."""
-    return np.stack([drawn_mean(each).drawn for each in values], axis=1)
-
-
 def first_reach(x: np.ndarray, curves: np.ndarray, target: np.ndarray) -> np.ndarray:
     """Interpolate where curves `(draws, points)` first reach targets `(draws,)`; infinite where they do not."""
     # A curve that starts at its target or above has the first x; x increases, `(points,)`.

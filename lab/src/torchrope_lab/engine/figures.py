@@ -26,10 +26,12 @@ def figure(
     kind: Literal["lines", "points", "bars"] = "lines",
     series: str = "name",
     panel: str | None = None,
-    low: str | None = None,
-    high: str | None = None,
 ) -> Figure:
     """Build a figure with a line, or marks, for each series and a small figure for each panel, both keys of rows."""
+    # Intervals are those of rows: "low" and "high", or of the key of an axis.
+    keys = {key for row in rows for key in row}
+    pairs = [("low", "high"), *((f"{axis.key}_low", f"{axis.key}_high") for axis in (x, y))]
+    low, high = next((pair for pair in pairs if keys.issuperset(pair)), (None, None))
     axes = (f"{axis.title.lower()}{f' in {axis.unit}' if axis.unit else ''}" for axis in (y, x))
     alt = f"{title}: {' by '.join(axes)}, {len({row[series] for row in rows})} series"
     alt += f" in {len({row[panel] for row in rows})} panels" if panel else ""
@@ -46,10 +48,8 @@ def top1_by_encoding(top1: RightOrWrong, chance: float) -> Figure:
     """Build a figure of top-1 with intervals, in decreasing order."""
     ordered = sorted(top1.values, key=lambda cell: (-top1.values[cell].mean(), cell))
     caption = f"Lines are 95 % intervals. The best constant prediction has {100 * chance:.1f} %."
-    return figure(
-        "top1", "Accuracy", TOP1_AXIS, ENCODING_AXIS, marks(ordered, top1.columns), caption, kind="points", low="low",
-        high="high",
-    )  # fmt: skip
+    rows = marks(ordered, top1.columns)
+    return figure("top1", "Accuracy", TOP1_AXIS, ENCODING_AXIS, rows, caption, kind="points")
 
 
 def top1_curves(groups: Mapping[str, Sequence[Trained]]) -> Figure:
@@ -60,9 +60,7 @@ def top1_curves(groups: Mapping[str, Sequence[Trained]]) -> Figure:
         for epoch, mean, low, high in over_epochs(runs, "val_top1")
     ]
     caption = "Mean over training runs; bands are from the lowest to the highest."
-    return figure(
-        "curves", "Accuracy while training", Axis("epoch", "Epoch"), TOP1_AXIS, rows, caption, low="low", high="high"
-    )
+    return figure("curves", "Accuracy while training", Axis("epoch", "Epoch"), TOP1_AXIS, rows, caption)
 
 
 def over_epochs(runs: Sequence[Trained], key: str) -> list[tuple[int, float, float, float]]:
@@ -88,8 +86,7 @@ def line_figure(
     for series, part, at, found in points:
         y_cells = dict(zip((y.key, f"{y.key}_low", f"{y.key}_high"), found or (None,) * 3, strict=True))
         rows.append({"name": series, **({panel: part} if panel else {}), x.key: at, **y_cells})
-    low, high = f"{y.key}_low", f"{y.key}_high"
-    return figure(x=x, y=y, rows=rows, panel=panel if panels else None, low=low, high=high, **shown)
+    return figure(x=x, y=y, rows=rows, panel=panel if panels else None, **shown)
 
 
 def cells_figure(x: Axis, y: Axis, colour: Axis, cells: Iterable[Sequence[Value]], **shown: Any) -> Figure:

@@ -257,8 +257,6 @@ class Accuracy:
             marks(results.runs, results.top1.columns, factor.key),
             ABOUT_TOP1,
             kind="points" if factor.scale == "category" else "lines",
-            low="low",
-            high="high",
         )
         return Section(
             tables=[results.table(by_level.title, columns, " ".join(filter(None, notes)))], figures=[by_level]
@@ -365,8 +363,6 @@ def lead_section(results: Results, ahead: Changes, same: str) -> Section:
         Axis("lead", "Ahead", "points"),
         marks(ahead, [(with_interval("lead", "Ahead"), ahead.get)], factor.key),
         f"Zero is {described(reference, 'the')} with {same}. {SIMULTANEOUS}",
-        low="lead_low",
-        high="lead_high",
     )
     return Section(changes=ahead, tables=results.change_table(lead.title, ahead, "Ahead"), figures=[lead])
 

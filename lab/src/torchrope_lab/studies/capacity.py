@@ -103,8 +103,6 @@ def _by_parameters(results: Results) -> Section:
         TOP1_AXIS,
         marks(results.runs, columns, results.factor.key),
         f"Each mark is a block size, the smallest on the left. {ABOUT_TOP1}",
-        low="low",
-        high="high",
     )
     return Section(tables=parameters(results).tables, figures=[by_parameters])
 

@@ -293,8 +293,6 @@ def _by_cost(results: Results) -> Figure | None:
         marks([cell for cell in results.cells if cell.arm in results.relative], results.ratio_columns),
         "Medians of ratios within a round, with 95 % intervals. The axis starts at 0.",
         kind="points",
-        low="ratio_low",
-        high="ratio_high",
     )
 
 

@@ -147,8 +147,6 @@ def _gains(results: Results) -> Section:
         marks(sorted(answers, key=lambda cell: cell.level != before), [when.column], "when"),
         ABOUT_TOP1,
         kind="points",
-        low="low",
-        high="high",
     )
     table = results.table("Before and after fine-tuning", columns, note)
     return Section(changes=gains, tables=[table], figures=[drawn])

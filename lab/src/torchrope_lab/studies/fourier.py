@@ -267,6 +267,4 @@ def _bars(outside: Mapping[str, Quantity]) -> Figure:
         "Lines are 95 % intervals over heads.",
         kind="points",
         panel="panel",
-        low="outside_low",
-        high="outside_high",
     )

@@ -70,8 +70,6 @@ def find(lab: Lab) -> Findings:
         f"Lines are 95 % intervals. {chance}",
         kind="points",
         series="inputs",
-        low="low",
-        high="high",
     )
     said = "; ".join(clauses)
     return Findings(f"{said[0].upper()}{said[1:]}.{caveat(len(lab.seeds))}", tables, [by_inputs])

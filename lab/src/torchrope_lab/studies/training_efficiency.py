@@ -72,8 +72,6 @@ def _sections(results: Results) -> Section:
         marks([cell for cell in results.runs if not reach[cell.arm].missed], [factor]),
         f"The bar of {the_reference} shows the effect of variation between epochs.",
         kind="bars",
-        low="factor_low",
-        high="factor_high",
     )
     return Section(
         answer=reach_sentence("sooner", reference, sooner, len(reach) - 1, len(lab.seeds)),
