@@ -13,9 +13,9 @@ LINES = {
     "src/torchrope": 21903,
     "src/torchrope/ops": 6655,
     "src/torchrope/integrations src/torchrope/checkpoints": 6080,
-    "lab/src": 23955,
+    "lab/src": 23926,
     "tests": 23816,
-    "lab/tests": 21754,
+    "lab/tests": 21709,
     "benchmarks": 4454,
     "examples": 1000,
 }

@@ -118,25 +118,22 @@ def main_table(comparison: Comparison, title: str, extra: Columns = (), note: st
     def decided(cell: Cell) -> str:
         return f"same as {same[cell.arm]}" if cell.arm in same else verdict(conclusion, cell.arm)
 
-    def balanced(cell: Cell) -> float:
-        return 100 * balanced_accuracy(comparison.top1.values[cell], labels)
+    def balanced(cell: Cell) -> float | None:
+        return 100 * balanced_accuracy(comparison.top1.values[cell], labels) if unequal else None
 
     def train_loss(cell: Cell) -> float | None:
         return fmean(losses[cell.arm]) if losses[cell.arm] else None
 
-    unequal, seeds = counts.max() >= UNEQUAL * counts.min(), conclusion.seeds > 1
-    accuracy, over_seeds = comparison.top1.columns
-    train_spread = (Column("train_spread", "± over seeds", digits=3), lambda cell: spread(losses[cell.arm]))
+    unequal = counts.max() >= UNEQUAL * counts.min()
     columns: Columns = [
         *name_columns(),
-        accuracy,
-        *([over_seeds] if seeds else []),
-        *([(Column("balanced", "Balanced accuracy", "%", 1), balanced)] if unequal else []),
+        *comparison.top1.columns,
+        (Column("balanced", "Balanced accuracy", "%", 1), balanced),
         (VERDICT, decided),
         (with_interval("gap", "Behind the best", "points", 1), gap),
         (Column("val_loss", "Validation loss", digits=3), lambda cell: loss(groups[cell.arm])),
         (Column("train_loss", "Training loss, last epoch", digits=3), train_loss),
-        *([train_spread] if seeds else []),
+        (Column("train_spread", "± over seeds", digits=3), lambda cell: spread(losses[cell.arm])),
         *extra,
     ]
     told = [

@@ -129,10 +129,9 @@ class Results:
         """Build a table of cells, by default all: their encodings and levels, and more columns."""
         return table_of(title, (*self.factor.columns, *columns), self.runs if cells is None else cells, note)
 
-    def change_table(self, title: str, changes: Changes, heading: str, note: str = "") -> list[Table]:
-        """Build a table of differences, with the heading of their column; none if there are none."""
-        columns = change_columns(changes, heading)
-        return [self.table(title, columns, f"{SIMULTANEOUS} {note}".strip(), [*changes])] if changes else []
+    def change_table(self, title: str, changes: Changes, heading: str, note: str = "") -> Table:
+        """Build a table of differences, with the heading of their column."""
+        return self.table(title, change_columns(changes, heading), f"{SIMULTANEOUS} {note}".strip(), [*changes])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,10 +239,13 @@ class Accuracy:
             level: concluded({cell.arm: rights[cell] for cell in rights if cell.level == level}, results.chance)
             for level in {cell.level for cell in rights}
         }
-        best = (Column("best_epoch", "Best epoch", "%", 1), lambda cell: best_epoch(results.runs[cell]))
+
+        def best(cell: Cell) -> float | None:
+            return best_epoch(results.runs[cell]) if self.best_epoch else None
+
         columns = (
             *results.top1.columns,
-            *([best] if self.best_epoch else []),
+            (Column("best_epoch", "Best epoch", "%", 1), best),
             (Column("val_loss", "Validation loss", digits=3), lambda cell: loss(results.runs[cell])),
             (VERDICT, lambda cell: verdict(at_level[cell.level], cell.arm)),
         )
@@ -280,7 +282,7 @@ class AgainstLevel:
         lowest = {arm: min(results.levels(arm), key=float) if self.base is None else self.base for arm in results.arms}
         pairs = {cell: Cell(cell.arm, lowest[cell.arm]) for cell in results.runs if cell.level != lowest[cell.arm]}
         changes = results.top1.changes(pairs)
-        return Section(changes=changes, tables=results.change_table(self.title, changes, "Better by"))
+        return Section(changes=changes, tables=[results.change_table(self.title, changes, "Better by")])
 
 
 @dataclass(frozen=True)
@@ -306,7 +308,7 @@ class AgainstMixed:
         """Compare the encodings; pairs with the reference are left out: another table shows them."""
         others = mixed_counterparts(results.arms, results.reference)
         ahead = results.top1.changes(results.top1.against_arms(others))
-        return Section(changes=ahead, tables=results.change_table(AHEAD_OF_MIXED, ahead, "Ahead", WITH_SAME))
+        return Section(changes=ahead, tables=[results.change_table(AHEAD_OF_MIXED, ahead, "Ahead", WITH_SAME)])
 
 
 @dataclass(frozen=True)
@@ -364,7 +366,7 @@ def lead_section(results: Results, ahead: Changes, same: str) -> Section:
         marks(ahead, [(with_interval("lead", "Ahead"), ahead.get)], factor.key),
         f"Zero is {described(reference, 'the')} with {same}. {SIMULTANEOUS}",
     )
-    return Section(changes=ahead, tables=results.change_table(lead.title, ahead, "Ahead"), figures=[lead])
+    return Section(changes=ahead, tables=[results.change_table(lead.title, ahead, "Ahead")], figures=[lead])
 
 
 def about_intervals(seeds: int) -> str:

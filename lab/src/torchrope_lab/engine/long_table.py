@@ -186,9 +186,10 @@ def table_of(
     title: str, columns: Columns, rows: Iterable[Any], note: str = "", keys: Callable[[Any], Row] = lambda _: {}
 ) -> Table:
     """Build a table with a row for each cell or other item; `keys` returns values of its row without a column."""
-    return Table(
-        title, [column for column, _ in columns], [{**keys(row), **row_of(columns, row)} for row in rows], note=note
-    )
+    # Columns without a value in any row are left out.
+    cells = [{**keys(row), **row_of(columns, row)} for row in rows]
+    shown = [column for column, _ in columns if any(row[column.key] is not None for row in cells)]
+    return Table(title, shown, cells, note=note)
 
 
 def row_of(columns: Columns, item: Any) -> dict[str, Any]:

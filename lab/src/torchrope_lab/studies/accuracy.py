@@ -18,7 +18,7 @@ def _ranked(results: Results) -> Section:
         answer=comparison.conclusion.sentence(),
         tables=[
             main_table(comparison, "Top-1 and loss"),
-            *ordered.change_table(f"Ahead of {described(reference)}", ahead, "Ahead"),
+            ordered.change_table(f"Ahead of {described(reference)}", ahead, "Ahead"),
             *AgainstMixed()(ordered).tables,
         ],
         figures=accuracy_figures(comparison),

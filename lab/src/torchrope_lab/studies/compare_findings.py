@@ -1,7 +1,7 @@
 """Tables, figures and pictures of a comparison."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -92,6 +92,11 @@ class Results:
         return RightOrWrong(right)
 
     @property
+    def cells_at_sizes(self) -> list[Cell]:
+        """Encodings by decreasing accuracy if they are evaluated at other sizes."""
+        return self.cells if len(self.sizes) > 1 else []
+
+    @property
     def base(self) -> str:
         """The encoding that costs are relative to."""
         return BASELINE if BASELINE in self.relative else next(iter(self.relative), "")
@@ -101,23 +106,20 @@ class Results:
         return median_interval(self.relative[cell.arm]) if cell.arm in self.relative else None
 
     @property
-    def ratio_columns(self) -> Columns:
-        """The column of `ratio`; none before costs are measured."""
-        title = f"Step time, × {self.base}"
-        return [(with_interval("ratio", title, digits=2), self.ratio)] if self.costs else []
+    def ratio_column(self) -> tuple[Column, Callable[[Cell], Any]]:
+        """The column of `ratio`, empty before costs are measured."""
+        return with_interval("ratio", f"Step time, × {self.base}", digits=2), self.ratio
 
 
 def findings(results: Results) -> Findings:
     """Build the findings of a comparison."""
     comparison = results.comparison
-    accuracy = accuracy_figures(comparison)
-    figures = [*accuracy, _losses(results), _by_size(results), _by_cost(results), _confusion(results)]
-    tables = [_main(results), *_gains(results), _sizes(results), _costs(results), _classes(results)]
-    tables += [_confusions(results), _encodings(results)]
+    tables = (_main, _gains, _sizes, _costs, _classes, _confusions, _encodings)
+    figures = (_losses, _by_size, _by_cost, _confusion)
     return Findings(
         answer=comparison.conclusion.sentence(),
-        tables=[table for table in tables if table is not None],
-        figures=[figure for figure in figures if figure is not None],
+        tables=[table(results) for table in tables],
+        figures=[*accuracy_figures(comparison), *(figure(results) for figure in figures)],
         pictures=_pictures(results.data),
     )
 
@@ -129,24 +131,22 @@ def _main(results: Results) -> Table:
     shuffled = {cell: np.stack([each.shuffled for each in group]) for cell, group in results.groups.items()}
     column = (with_interval("shuffled", "Shuffled", "%", 1), RightOrWrong(shuffled).interval)
     how = "patches in random order" if results.data.lattice else "the positions of an example permuted among its tokens"
-    return main_table(results.comparison, "Results", [column, *results.ratio_columns], f"Shuffled: {how}.")
+    return main_table(results.comparison, "Results", [column, results.ratio_column], f"Shuffled: {how}.")
 
 
-def _gains(results: Results) -> list[Table]:
+def _gains(results: Results) -> Table:
     gains = {Cell(name): in_percent(gain) for name, gain in results.comparison.conclusion.gains.items()}
     note = "Intervals are simultaneous over all pairs of encodings, as in the first table."
     columns = (*name_columns(), *change_columns(gains, "Ahead"))
-    return [table_of("Gain over no positions", columns, gains, note)] if gains else []
+    return table_of("Gain over no positions", columns, gains, note)
 
 
-def _sizes(results: Results) -> Table | None:
-    if len(results.sizes) < 2:
-        return None
+def _sizes(results: Results) -> Table:
     trained = results.sizes[tuple(results.data.input_size)]
     titles = {level: level for level in results.sizes.values()} | {trained: f"{trained} (trained)"}
     columns = at_levels(results.at_sizes.interval, titles, "%")
     note = f"The same inputs {_made_at(results.data)} sizes other than the training size, without further training."
-    return table_of("Accuracy at other input sizes", [*name_columns(), *columns], results.cells, note)
+    return table_of("Accuracy at other input sizes", [*name_columns(), *columns], results.cells_at_sizes, note)
 
 
 def _made_at(data: DataModule) -> str:
@@ -154,10 +154,7 @@ def _made_at(data: DataModule) -> str:
     return made[data.other_sizes]
 
 
-def _costs(results: Results) -> Table | None:
-    if not results.costs:
-        return None
-
+def _costs(results: Results) -> Table:
     def of(key: str, unit: float = 1.0) -> Any:
         return lambda cell: results.costs[cell.arm][key] / unit
 
@@ -170,7 +167,7 @@ def _costs(results: Results) -> Table | None:
             with_interval("ms", "Training step", "ms", 2),
             lambda cell: median_interval([1e3 * seconds for seconds in results.costs[cell.arm]["seconds"]]),
         ),
-        *results.ratio_columns,
+        results.ratio_column,
         (Column("memory", "Peak memory", "MB", 1), of("peak_memory_bytes", 1e6)),
     )
     note = (
@@ -181,10 +178,8 @@ def _costs(results: Results) -> Table | None:
     return table_of("Costs", columns, [cell for cell in results.cells if cell.arm in results.costs], note)
 
 
-def _classes(results: Results) -> Table | None:
+def _classes(results: Results) -> Table:
     names, labels = results.data.classes, results.comparison.labels
-    if not 1 < len(names) <= CLASSES:
-        return None
 
     def top1_of(right: np.ndarray) -> Any:
         return lambda kind: 100 * float(right[:, labels == kind].mean()) if (labels == kind).any() else None
@@ -197,7 +192,7 @@ def _classes(results: Results) -> Table | None:
             for cell, right in results.comparison.top1.values.items()
         ),
     )
-    return table_of("Accuracy by class", columns, range(len(names)))
+    return table_of("Accuracy by class", columns, range(len(names) if 1 < len(names) <= CLASSES else 0))
 
 
 def _pairs(results: Results) -> dict[tuple[int, int], float]:
@@ -208,11 +203,9 @@ def _pairs(results: Results) -> dict[tuple[int, int], float]:
     return {pair: 100 * count / (len(runs) * of_class[pair[0]]) for pair, count in counts.most_common()}
 
 
-def _confusions(results: Results) -> Table | None:
+def _confusions(results: Results) -> Table:
     shares, names = _pairs(results), results.data.classes
     wrong = [pair for pair in shares if pair[0] != pair[1]]
-    if not wrong:
-        return None
     columns: Columns = (
         (Column("true", "Class"), lambda pair: str(names[pair[0]])),
         (Column("predicted", "Predicted"), lambda pair: str(names[pair[1]])),
@@ -264,16 +257,14 @@ def _losses(results: Results) -> Figure:
     )
 
 
-def _by_size(results: Results) -> Figure | None:
-    if len(results.sizes) < 2:
-        return None
+def _by_size(results: Results) -> Figure:
     trained = results.data.input_size[-1]
     return line_figure(
         Axis("scale", "Size, as a multiple of the training size"),
         TOP1_AXIS,
         [
             (cell.arm, "", size[-1] / trained, results.at_sizes.interval(cell._replace(level=level)))
-            for cell in results.cells
+            for cell in results.cells_at_sizes
             for size, level in results.sizes.items()
         ],
         name="sizes",
@@ -282,24 +273,22 @@ def _by_size(results: Results) -> Figure | None:
     )
 
 
-def _by_cost(results: Results) -> Figure | None:
-    if not results.costs:
-        return None
+def _by_cost(results: Results) -> Figure:
     return figure(
         "costs",
         "Time of a training step",
         Axis("ratio", f"Time of a training step, × {results.base}", zero=True),
         ENCODING_AXIS,
-        marks([cell for cell in results.cells if cell.arm in results.relative], results.ratio_columns),
+        marks([cell for cell in results.cells if cell.arm in results.relative], [results.ratio_column]),
         "Medians of ratios within a round, with 95 % intervals. The axis starts at 0.",
         kind="points",
     )
 
 
-def _confusion(results: Results) -> Figure | None:
+def _confusion(results: Results) -> Figure:
     names = [str(name) for name in results.data.classes]
     if not 1 < len(names) <= CLASSES or len(set(names)) < len(names):
-        return None
+        names = []
     shares = _pairs(results)
     x, y = Axis("predicted", "Predicted", scale="category"), Axis("true", "Class", scale="category")
     cells = [

@@ -233,10 +233,8 @@ _NOTE = (
 
 
 def _figures(rows: Sequence[Mapping[str, Any]]) -> list[Figure]:
-    drawn = [row for row in rows if row["encoding"] != "none"]
-    if not drawn:
-        return []
-    shown = [{key: row[key] for key in ("size", "encoding", "own", "own_share", "macs_share")} for row in drawn]
+    keys = ("size", "encoding", "own", "own_share", "macs_share")
+    shown = [{key: row[key] for key in keys} for row in rows if row["encoding"] != "none"]
     by_size = Axis("size", "Size", scale="category")
     counted = "Counted as in LieRE's table 5, without building the rotations; exact."
     parts = (

@@ -74,8 +74,8 @@ def find(lab: Lab) -> Findings:
         of_mixed = {name: other for name, other in mixed_counterparts(names).items() if other != reference}
         tables += [
             _table(outcome),
-            *_table_of_leads(outcome, described(reference), leads[-1]),
-            *_table_of_leads(outcome, MIXED, outcome.leads(of_mixed), WITH_SAME),
+            _table_of_leads(outcome, described(reference), leads[-1]),
+            _table_of_leads(outcome, MIXED, outcome.leads(of_mixed), WITH_SAME),
         ]
     said = []
     for outcome in outcomes:
@@ -140,14 +140,15 @@ def _table(outcome: Outcome) -> Table:
     """Build the table of scores by size."""
     task, scores = outcome.task, outcome.scores
     verdicts = {scale: scores.ranks(scale) for scale in (SCALES[0], SCALES[-1])}
-    columns: list[Any] = [
+    columns = (
         *name_columns(),
         *at_levels(scores.interval, TITLES, "%"),
-    ]
-    if len(next(iter(outcome.measured.values()))) > 1:
-        over_seeds = Column("spread", "± over seeds", "%", 1)
-        columns.append((over_seeds, lambda cell: spread((100 * scores.estimates[cell].on_all).tolist())))
-    columns += [_verdict_column(scale, of_size) for scale, of_size in verdicts.items()]
+        (
+            Column("spread", "± over seeds", "%", 1),
+            lambda cell: spread((100 * scores.estimates[cell].on_all).tolist()),
+        ),
+        *(_verdict_column(scale, of_size) for scale, of_size in verdicts.items()),
+    )
     note = (
         f"{task.about} Trained at {TITLES[SCALES[0]]}. Intervals are 95 % over the validation images. Encodings are "
         "tied if the interval of the difference on the same images, simultaneous over all pairs, contains 0."
@@ -160,10 +161,8 @@ def _verdict_column(scale: float, verdicts: Mapping[Cell, str]) -> Any:
     return Column(key, f"Verdict at {TITLES[scale]}"), lambda cell: verdicts[cell._replace(level=scale)]
 
 
-def _table_of_leads(outcome: Outcome, other: str, leads: Changes, about: str = "") -> list[Table]:
-    """Build the table of leads over another encoding by size; none without any."""
-    if not leads:
-        return []
+def _table_of_leads(outcome: Outcome, other: str, leads: Changes, about: str = "") -> Table:
+    """Build the table of leads over another encoding by size."""
     verdicts = {cell: verdict_of(lead) for cell, lead in leads.items()}
     columns = (
         *name_columns(),
@@ -172,7 +171,7 @@ def _table_of_leads(outcome: Outcome, other: str, leads: Changes, about: str = "
     )
     rows = [cell for cell in leads if cell.level == SCALES[0]]
     note = f"Differences on the same images. {SIMULTANEOUS} {about}".strip()
-    return [table_of(f"{outcome.task.title}: {outcome.task.measure} ahead of {other}", columns, rows, note)]
+    return table_of(f"{outcome.task.title}: {outcome.task.measure} ahead of {other}", columns, rows, note)
 
 
 def _figures(outcomes: Sequence[Outcome], reference: str, leads: Sequence[Changes]) -> list[Figure]:
@@ -193,7 +192,7 @@ def _figures(outcomes: Sequence[Outcome], reference: str, leads: Sequence[Change
             for cell, interval in of_task.items()
         ]
         drawn.append(line_figure(scale, y, points, panel="panel", name=name, title=title, caption=caption))
-    return [figure for figure in drawn if figure.rows]
+    return drawn
 
 
 def _pictures(outcome: Outcome, data: DataModule) -> Pictures:

@@ -297,7 +297,7 @@ def _figures(
         for size, level in at_sizes
         if cell._replace(level=level) in effects
     ]
-    figures = [
+    return [
         line_figure(
             scale,
             Axis("top1", "Top-1", "%"),
@@ -318,4 +318,3 @@ def _figures(
             caption="Paired differences to the same encoding without the change; above zero it improves accuracy.",
         ),
     ]
-    return [figure for figure in figures if figure.rows]

@@ -75,7 +75,7 @@ def _sections(results: Results) -> Section:
     )
     return Section(
         answer=reach_sentence("sooner", reference, sooner, len(reach) - 1, len(lab.seeds)),
-        tables=[results.table(title, columns, note), *_mixed(reach, reference)],
+        tables=[results.table(title, columns, note), _mixed(reach, reference)],
         figures=[_curves(groups, reference), bars],
     )
 
@@ -121,7 +121,7 @@ def _seconds(runs: Sequence[Trained]) -> Callable[[np.ndarray], np.ndarray]:
 # ---- tables and figures
 
 
-def _mixed(reach: Mapping[str, Reach], reference: str) -> list[Table]:
+def _mixed(reach: Mapping[str, Reach], reference: str) -> Table:
     """Compare encodings that learn more than frequencies with RoPE-Mixed, where both reach the target."""
     sooner = factors(reach, mixed_counterparts(reach, reference))
     columns: Columns = (
@@ -130,7 +130,7 @@ def _mixed(reach: Mapping[str, Reach], reference: str) -> list[Table]:
         (VERDICT, lambda cell: verdict_of(sooner[cell], *WORDS)),
     )
     title = f"Sooner than RoPE-Mixed at the final top-1 of {described(reference)}"
-    return [table_of(title, columns, sooner, f"{SIMULTANEOUS} {WITH_SAME}")] if sooner else []
+    return table_of(title, columns, sooner, f"{SIMULTANEOUS} {WITH_SAME}")
 
 
 def _curves(groups: Mapping[str, Sequence[Trained]], reference: str) -> Figure:

@@ -114,13 +114,13 @@ def find(lab: Lab) -> Findings:
         answer=_answer(scores, encodings, abilities, predicted),
         tables=[
             *_tables(measured, encodings, abilities, config),
-            *_of_predictions(scores, predicted),
-            *_claims(scores),
+            _of_predictions(scores, predicted),
+            _claims(scores),
         ],
         figures=[
             _matrix(scores, encodings, abilities),
-            *_transfer(measured, scores, encodings, config),
-            *_masks(abilities, config),
+            _transfer(measured, scores, encodings, config),
+            _masks(abilities, config),
         ],
     )
 
@@ -203,9 +203,7 @@ def _tables(
     return tables
 
 
-def _transfer(
-    measured: Mapping[Job, Any], scores: Quantity, encodings: Sequence[str], config: ProbesConfig
-) -> list[Figure]:
+def _transfer(measured: Mapping[Job, Any], scores: Quantity, encodings: Sequence[str], config: ProbesConfig) -> Figure:
     """Show the mean over the abilities that an encoding has, under each condition."""
     cells = []
     for condition in CONDITIONS:
@@ -218,7 +216,7 @@ def _transfer(
     title = "What is kept without more training"
     caption = f"Mean over the abilities of which an encoding explains {100 * _threshold():.0f} % or more in training."
     axes = (_names("condition"), _names("encoding"), replace(_EXPLAINED, key="kept"))
-    return [cells_figure(*axes, cells, name="transfer", title=title, caption=caption)] if cells else []
+    return cells_figure(*axes, cells, name="transfer", title=title, caption=caption)
 
 
 def _able(scores: Quantity) -> list[Cell]:
@@ -226,22 +224,18 @@ def _able(scores: Quantity) -> list[Cell]:
     return [cell for cell, values in scores.values.items() if values.mean() >= _threshold()]
 
 
-def _masks(abilities: Sequence[Ability], config: ProbesConfig) -> list[Figure]:
+def _masks(abilities: Sequence[Ability], config: ProbesConfig) -> Figure:
     """Show what each ability asks of a query in the middle of the lattice, with two axes."""
-    if config.axes != 2:
-        return []
     places = grid(*config.sizes, dtype=torch.float64)
-    middle = (config.sizes[0] // 2) * config.sizes[1] + config.sizes[1] // 2
+    middle = int(np.ravel_multi_index([size // 2 for size in config.sizes], config.sizes))
     maps = {
         ability.title: weights_of(ability, places)[middle].view(config.sizes).numpy()
         for ability in abilities
-        if not ability.marked
+        if not ability.marked and config.axes == 2
     }
-    if not maps:
-        return []
     x, y, colour = Axis("x", "x"), Axis("y", "y"), Axis("weight", "Weight")
     middle_of = f"Of the query at row and column {config.sizes[0] // 2}, counted from 0."
-    return [map_figure(x, y, colour, maps, name="masks", title="What is gathered", caption=middle_of)]
+    return map_figure(x, y, colour, maps, name="masks", title="What is gathered", caption=middle_of)
 
 
 # ---- predictions
@@ -281,9 +275,7 @@ def _predictions(scores: Quantity) -> dict[Cell, Prediction]:
     return predicted
 
 
-def _of_predictions(scores: Quantity, predicted: Mapping[Cell, Prediction]) -> list[Table]:
-    if not predicted:
-        return []
+def _of_predictions(scores: Quantity, predicted: Mapping[Cell, Prediction]) -> Table:
     columns = [
         *name_columns(),
         (Column("ability", "Ability"), lambda cell: ABILITIES[cell.level].title),
@@ -297,10 +289,10 @@ def _of_predictions(scores: Quantity, predicted: Mapping[Cell, Prediction]) -> l
         f"Written before the runs. ‘Can’ means that an encoding explains {100 * _threshold():.0f} % or more. "
         "Each verdict is at 5 % by itself: of many, some are wrong by chance."
     )
-    return [table_of("Predictions", columns, ordered, note)]
+    return table_of("Predictions", columns, ordered, note)
 
 
-def _claims(scores: Quantity) -> list[Table]:
+def _claims(scores: Quantity) -> Table:
     """Compare claims of papers with what was measured."""
     claims = {Cell(claim["higher"], claim["ability"]): claim for claim in _file()["claims"]}
     leads = scores.changes({cell: cell._replace(arm=claim["lower"]) for cell, claim in claims.items()})
@@ -311,7 +303,7 @@ def _claims(scores: Quantity) -> list[Table]:
         (Column("pair", "Difference of"), lambda cell: f"{label(cell.arm)} − {label(claims[cell]['lower'])}"),
         (with_interval("points", "Difference", "points", 0), leads.get),
     ]
-    return [table_of("Claims of papers", columns, leads, f"Paired by seed. {SIMULTANEOUS}")] if leads else []
+    return table_of("Claims of papers", columns, leads, f"Paired by seed. {SIMULTANEOUS}")
 
 
 def _answer(
