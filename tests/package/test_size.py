@@ -13,9 +13,9 @@ LINES = {
     "src/torchrope": 21899,
     "src/torchrope/ops": 6634,
     "src/torchrope/integrations src/torchrope/checkpoints": 6080,
-    "lab/src": 24328,
+    "lab/src": 23922,
     "tests": 23801,
-    "lab/tests": 22353,
+    "lab/tests": 21709,
     "benchmarks": 4454,
     "examples": 1000,
 }

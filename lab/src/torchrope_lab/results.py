@@ -113,8 +113,8 @@ class Findings:
 
     Attributes:
         answer: The study's question answered in a sentence or two: one claim with its uncertainty.
-        tables: Measurements, the main table first.
-        figures: The numbers to draw.
+        tables: Measurements, the main table first; those without rows are left out.
+        figures: The numbers to draw; those without rows are left out.
         pictures: Images with ground truth and predictions.
         published: Results of papers for the same question.
 
@@ -129,6 +129,8 @@ class Findings:
     pictures: Sequence[Pictures] = ()
 
     def __post_init__(self) -> None:
+        for kind in ("tables", "figures"):
+            object.__setattr__(self, kind, [part for part in getattr(self, kind) if part.rows])
         names = [*(figure.name for figure in self.figures), *(pictures.name for pictures in self.pictures)]
         if len(set(names)) < len(names):
             raise Mistake(f"figures must have different names, got {short(names)}")

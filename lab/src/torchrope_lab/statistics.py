@@ -229,16 +229,6 @@ def median_interval(values: ArrayLike, *, level: float = 0.95) -> Interval:
     return Interval(float(np.median(numbers)), *map(float, np.quantile(medians, (tail, 1 - tail))))
 
 
-def over_seeds(values: ArrayLike) -> "BootstrapEstimate":
-    """Return scores of seeds `(seeds,)`, which no examples are behind, as an estimate, for its mean and interval.
-
-    Raises:
-        ValueError: there are none, or one is not finite.
-    """
-    scores = _finite(values, "values")
-    return BootstrapEstimate(scores, np.tile(scores[:, None], DRAWS), 1)
-
-
 def draw(statistics: Sequence[Statistic], examples: int, *, draws: int = DRAWS) -> "BootstrapEstimate":
     """Compute a statistic without a closed form (mIoU, AP) on all examples and on bootstrap draws of them.
 

@@ -1,7 +1,6 @@
 """The table and the page of a run of `torchrope train`."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -39,18 +38,6 @@ def test_report_shows_a_run_of_train(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "&#34;optim.epochs&#34;: 2" in page or '"optim.epochs": 2' in page
 
 
-def test_missing_vl_convert_keeps_results_without_a_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "vl_convert", None)
-    out = run(tmp_path / "mine", [0.5, 0.75])
-    assert main(["report", str(out)]) == 0
-    printed = capsys.readouterr().out
-    assert "no page: vl_convert is not installed" in printed
-    assert "reached Top-1 75.0 %" in printed
-    assert not (out / "report").exists()
-
-
 @pytest.mark.parametrize(
     ("options", "own"),
     [
@@ -81,12 +68,6 @@ def test_run_with_epochs_left_is_unfinished(tmp_path: Path) -> None:
     result = StudyResult.read(tmp_path / "mine" / "runs.json")
     assert list(result.unfinished) == ["mine"]
     assert result.findings.tables[0].rows[0]["seconds"] == 3.5
-
-
-def test_folder_without_runs_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(tmp_path)]) == 2
-    assert "has no JSON file: run one of them with --out" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_damaged_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

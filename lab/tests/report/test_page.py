@@ -12,11 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from chromium import BINARY, Chromium
 
 from torchrope_lab import cli, report
-from torchrope_lab.engine.registry import STUDIES
-from torchrope_lab.report import looks, plots, read, tables
+from torchrope_lab.report import looks, plots, tables
 from torchrope_lab.report import page as page_module
 from torchrope_lab.report.page import write_report
 from torchrope_lab.report.tables import written
@@ -219,21 +217,6 @@ class Tags(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _bundled_once():
-    """Bundling takes seconds and gives the same each time."""
-    bundle, kept = page_module._library, []
-
-    def once():
-        if not kept:
-            kept.append(bundle())
-        return kept[0]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page_module, "_library", once)
-        yield
-
-
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     return write_report(save(tmp_path_factory.mktemp("kinds"), *all_kinds()))
@@ -266,10 +249,6 @@ def test_page_orders_studies_and_links_them(page):
     assert chapters == ["study-accuracy", "study-sharing", "study-resolution", "study-probes"]
     links = [attributes["href"][1:] for attributes in tags.of("a")]
     assert {*chapters, "on-accuracy-digits", "on-accuracy-motion"} <= set(links) <= set(ids)
-
-
-def test_report_orders_every_study():
-    assert [name for name in read.ORDER if name in STUDIES] == list(STUDIES)
 
 
 def test_published_numbers_stand_once_for_all_data_sets(page):
@@ -411,13 +390,6 @@ def test_hostile_text_stays_text_in_every_file(hostile_page):
     assert not re.search(r"(?<!\\)\]\(javascript", outside)
 
 
-def test_long_answer_is_shown_in_full(tmp_path):
-    answer = f"{'word ' * 200}end."
-    found = result()
-    found = replace(found, findings=replace(found.findings, answer=answer))
-    assert answer in Tags(write_report(save(tmp_path, found)).read_text(encoding="utf-8")).text
-
-
 def test_characters_that_no_page_may_hold_are_replaced(tmp_path):
     study = result(figures=[points()], title="a\x00b\x1bc\ud800d")
     html = write_report(save(tmp_path, study)).read_text(encoding="utf-8")
@@ -521,15 +493,6 @@ def test_command_names_a_missing_package(tmp_path, capsys, monkeypatch):
         "no page: vl_convert is not installed (in a clone of torchrope: pip install . ./lab)" in capsys.readouterr().out
     )
     assert not (tmp_path / "report").exists()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if BINARY is None:
-        pytest.skip("no chromium here (Debian: apt-get install chromium)")
-    chromium = Chromium()
-    yield chromium
-    chromium.close()
 
 
 def seen(browser):
@@ -759,12 +722,6 @@ def test_comparison_alone_is_a_page_with_its_answer_and_what_is_missing(tmp_path
     assert "Comparison: data called digits" in shown.text
     assert "Not finished yet: mixed seed 1" in shown.text
     assert "mixed seed 1" in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
-
-
-def test_encodings_that_are_no_list_have_no_looks(tmp_path):
-    one = result()
-    save(tmp_path, replace(one, run=replace(one.run, config={"encodings": 5})))
-    assert write_report(tmp_path).exists()
 
 
 def test_comparison_comes_first_among_studies(tmp_path):

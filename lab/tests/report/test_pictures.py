@@ -10,7 +10,6 @@ from io import BytesIO
 import numpy as np
 import pytest
 import torch
-from chromium import BINARY, Chromium
 from PIL import Image, ImageColor
 from test_page import HOSTILE, Tags, curves, result, save
 
@@ -222,42 +221,6 @@ def test_results_from_before_pictures_are_still_read(tmp_path):
     file.write_text(json.dumps(old))
     page = write_report(tmp_path)
     assert 'class="shots"' not in page.read_text()
-
-
-def spoil(change):
-    def changed(found):
-        pictures = found["findings"]["pictures"][0]
-        change(pictures, pictures["rows"][0])
-
-    return changed
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (spoil(lambda p, r: r.update(panels=[])), "rows[0].panels must be an object, got []"),
-        (spoil(lambda p, r: r.update(panels={"axial": 7})), "rows[0].panels.axial must be text, got 7"),
-        (spoil(lambda p, r: p.update(name="curves")), "must have different names, got ['curves', 'curves']"),
-        (spoil(lambda p, r: p.pop("alt")), "pictures[0] must have 'alt'"),
-    ],
-)  # fmt: skip
-def test_damaged_pictures_are_refused_in_one_line(tmp_path, change, message):
-    found = shown(maps()).plain()
-    change(found)
-    (tmp_path / "dense-scenes.json").write_text(json.dumps(found))
-    with pytest.raises(ValueError, match=re.escape(message)) as refused:
-        write_report(tmp_path)
-    assert "\n" not in str(refused.value)
-    assert not (tmp_path / "report").exists()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if BINARY is None:
-        pytest.skip("no chromium here (Debian: apt-get install chromium)")
-    chromium = Chromium()
-    yield chromium
-    chromium.close()
 
 
 @pytest.mark.slow

@@ -23,7 +23,6 @@ from torchrope_lab.statistics import conclude
 from torchrope_lab.studies import compare as compare_module
 from torchrope_lab.studies.compare import compare
 from torchrope_lab.studies.compare_findings import _frames
-from torchrope_lab.training.cost import ROUNDS
 
 SMALL = ModelConfig(dim=16, depth=1, num_heads=1, mlp_dim=16, patch_size=[2])
 RIGHT = {
@@ -81,14 +80,6 @@ def test_folder_that_another_comparison_takes_at_the_same_time_is_refused(
         run(small(tmp_path))
     assert (tmp_path / "config.yaml").read_text() == other
     assert [*tmp_path.iterdir()] == [tmp_path / "config.yaml"]
-
-
-def test_clear_timings_show_the_cheaper_encoding() -> None:
-    random = np.random.default_rng(0)
-    true = {"none": 1.0, "a": 1.5, "b": 1.1}
-    seconds = {name: (value * random.normal(1, 0.02, ROUNDS)).tolist() for name, value in true.items()}
-    found = conclude(RIGHT, chance=0.1, costs=relative_costs(seconds))
-    assert (found.kind, found.cheapest) == ("cheaper", "b")
 
 
 def test_costs_are_relative_to_none_where_it_is_there() -> None:

@@ -1,18 +1,17 @@
 """The study of learned generators: its runs, and differences computed from their predictions."""
 
-from io import StringIO
+from functools import partial
 from pathlib import Path
 
+import labs
 import pytest
 import torch
-from rich.console import Console
 
 from torchrope.models import ViT
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.data_config import data_config
-from torchrope_lab.engine.study import Lab, find_study
+from torchrope_lab.engine.study import find_study
 from torchrope_lab.settings.run_config import ModelConfig, OptimConfig, RunConfig
-from torchrope_lab.settings.study_config import StudyConfig
 from torchrope_lab.studies.learning import FROZEN, LEARNED, find
 from torchrope_lab.training.models import build_model
 from torchrope_lab.training.optim import learning_rates
@@ -21,15 +20,7 @@ from torchrope_lab.training.run import train
 MODEL = ModelConfig(dim=32, depth=2, num_heads=2, mlp_dim=8, patch_size=[4], pool="mean")
 
 
-def a_lab(tmp_path: Path, **settings: object) -> Lab:
-    given: dict = {
-        "data": data_config(train_size=40, val_size=20),
-        "model": MODEL,
-        "optim": OptimConfig(epochs=1),
-        "out": str(tmp_path),
-        "seeds": 2,
-    }
-    return Lab(StudyConfig(**{**given, **settings}), [], Console(file=StringIO()))
+lab = partial(labs.lab, model=MODEL, data=data_config(train_size=40, val_size=20), seeds=2)
 
 
 def test_frozen_generators_stay_and_faster_ones_move_further(tmp_path: Path) -> None:
@@ -62,25 +53,25 @@ def test_rate_of_generators_is_a_factor_on_that_of_their_layer() -> None:
 
 
 def test_levels_differ_only_in_the_rate_of_the_generators(tmp_path: Path) -> None:
-    lab = a_lab(tmp_path)
-    plan = {level: lab.run("mixed", **settings) for level, settings in find.levels.items()}  # type: ignore[union-attr]
-    assert plan[LEARNED].key == lab.run("mixed").key  # the run that every study has
-    assert plan[FROZEN].key == lab.run("mixed", optim={"encoding_lr": 0.0}).key != plan[LEARNED].key
+    here = lab(tmp_path)
+    plan = {level: here.run("mixed", **settings) for level, settings in find.levels.items()}  # type: ignore[union-attr]
+    assert plan[LEARNED].key == here.run("mixed").key  # the run that every study has
+    assert plan[FROZEN].key == here.run("mixed", optim={"encoding_lr": 0.0}).key != plan[LEARNED].key
 
 
 @pytest.mark.slow
 def test_study_of_tiny_models(tmp_path: Path) -> None:
-    lab = a_lab(tmp_path, encodings=["mixed", "axial"])
-    findings = find_study("learning").find(lab)
+    here = lab(tmp_path, "mixed", "axial")
+    findings = find_study("learning").find(here)
     ahead, accuracy = findings.tables
     [row] = ahead.rows
     top1 = {row["generators"]: row["top1"] for row in accuracy.rows}
     assert (row["name"], row["generators"]) == ("mixed", LEARNED)
     assert row["change"] == pytest.approx(top1[LEARNED] - top1[FROZEN], abs=1e-9)
-    assert list(lab.left_out) == ["Left out: axial, whose generators are not learned."]
+    assert list(here.left_out) == ["Left out: axial, whose generators are not learned."]
 
 
 def test_study_without_learned_generators_has_an_answer(tmp_path: Path) -> None:
-    findings = find_study("learning").find(a_lab(tmp_path, encodings=["axial", "none"]))
+    findings = find_study("learning").find(lab(tmp_path, "axial", "none"))
     assert "axial" in findings.answer
     assert not findings.tables

@@ -11,9 +11,10 @@ import yaml
 
 from torchrope import grid
 from torchrope_lab.cli import main
-from torchrope_lab.settings.probes_config import SIDES, AbilityName, ProbesConfig
-from torchrope_lab.statistics import over_seeds
-from torchrope_lab.studies.probes import Contrast, Job, Results, _answer, layer
+from torchrope_lab.engine.estimates import drawn_mean
+from torchrope_lab.engine.long_table import Cell
+from torchrope_lab.settings.probes_config import SIDES, ProbesConfig
+from torchrope_lab.studies.probes import Job, layer, scores_of
 from torchrope_lab.studies.probes.abilities import ABILITIES, nearest_weights, weights_of
 from torchrope_lab.studies.probes.layer import CONDITIONS, TRAINED, Condition, Probe, score, train_probe
 
@@ -22,10 +23,6 @@ QUICK = ["--seeds", "1", "--probes.steps", "3", "--probes.batch_size", "2", "--p
 
 def _places(axes: int) -> torch.Tensor:
     return grid(*(SIDES[axes],) * axes, dtype=torch.float64)
-
-
-def test_every_name_is_an_ability() -> None:
-    assert set(AbilityName.__args__) == {*ABILITIES}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -174,16 +171,7 @@ def test_diverged_probe_leaves_its_encoding_out(tmp_path: Path, capsys: pytest.C
     assert "none of the encodings can be probed: " in capsys.readouterr().err
 
 
-def test_answer_for_one_encoding_names_its_abilities() -> None:
-    abilities = [ABILITIES[name] for name in ("next", "far", "ring")]
-    measured = {Job("axial", each.name, 16, 0): {"scores": {TRAINED.name: each.name != "ring"}} for each in abilities}
-    answer = _answer(Results(["axial"], abilities, 16, 1, measured), [])
-    assert "2 of 3 abilities" in answer
-    assert [each.title in answer for each in abilities] == [True, True, False]
-    assert "between encodings" not in answer
-
-
-def test_leads_have_simultaneous_intervals() -> None:
+def test_leads_are_paired_by_seed_and_have_simultaneous_intervals() -> None:
     drawn = np.random.default_rng(0).random((2, 2, 5))
     measured = {
         Job(name, ability, 32, seed): {"scores": {"trained": drawn[i, j, seed]}}
@@ -191,13 +179,11 @@ def test_leads_have_simultaneous_intervals() -> None:
         for j, ability in enumerate(("far", "ring"))
         for seed in range(5)
     }
-    results = Results(["mixed", "axial"], [ABILITIES["far"], ABILITIES["ring"]], 32, 5, measured)
-    contrasts = [Contrast("mixed", "axial", ability) for ability in ("far", "ring")]
-    found = results.leads(contrasts)
-    for j, contrast in enumerate(contrasts):
-        alone = over_seeds(100 * (drawn[0, j] - drawn[1, j])).interval()
-        assert found[contrast].estimate == pytest.approx(alone.estimate)
-        assert found[contrast].low < alone.low < alone.high < found[contrast].high
+    found = scores_of(measured, 32).changes({Cell("mixed", at): Cell("axial", at) for at in ("far", "ring")})
+    for j, lead in enumerate(found.values()):
+        alone = drawn_mean(100 * (drawn[0, j] - drawn[1, j])[:, None]).interval()
+        assert lead.estimate == pytest.approx(alone.estimate)
+        assert lead.low < alone.low < alone.high < lead.high
 
 
 @pytest.mark.parametrize("axes", [1, 3, pytest.param(4, marks=pytest.mark.slow)])

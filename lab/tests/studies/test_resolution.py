@@ -1,56 +1,26 @@
 """The study of input sizes: sizes, changes for other sizes, and contradictions with the papers."""
 
-import json
 import pickle
-from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
+from labs import SMALL, kept, lab, rows_of
 
 from torchrope.models import Swin, ViT
 from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.data_config import data_config
 from torchrope_lab.engine.other_sizes import adaptations, extended_for, fixed_position_range, rescaled_for
-from torchrope_lab.engine.study import Lab, find_study
-from torchrope_lab.results import Findings
+from torchrope_lab.engine.study import find_study
 from torchrope_lab.settings.run_config import ModelConfig, OptimConfig
-from torchrope_lab.settings.study_config import StudyConfig
 from torchrope_lab.studies import resolution
 from torchrope_lab.training.models import build_model
 
-SMALL = dict(dim=16, depth=1, num_heads=2, mlp_dim=16)
 SWIN = ModelConfig(backbone="swin", dim=8, depths=[1, 1], stage_heads=[1, 2], window_size=[2], patch_size=[2])
 SIZES = resolution.Sizes(((8, 8), (16, 16)), (8, 8), 0)
-
-
-def lab(out: Path, *encodings: str, **settings: Any) -> Lab:
-    config = StudyConfig(
-        **{
-            "data": data_config(train_size=60, val_size=40),
-            "model": ModelConfig(patch_size=[2], **SMALL),
-            "optim": OptimConfig(epochs=1, warmup_epochs=0),
-            "encodings": list(encodings),
-            "seeds": 1,
-            "out": str(out),
-            **settings,
-        }
-    )
-    return Lab(config, ("none", "mixed"), Console(file=StringIO()))
-
-
-def kept(findings: Findings) -> dict[str, Any]:
-    """As the report reads it: JSON keeps everything."""
-    return json.loads(json.dumps(findings.plain(), allow_nan=False))
-
-
-def rows(found: dict[str, Any], title: str) -> dict[str, dict[str, Any]]:
-    (table,) = [table for table in found["tables"] if table["title"] == title]
-    return {row["name"]: row for row in table["rows"]}
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +34,8 @@ def found(out: Path) -> dict[str, Any]:
 
 
 def test_mixed_sizes_are_an_arm_with_paired_effects_at_every_size(out: Path, found: dict[str, Any]) -> None:
-    plain = rows(found, "Top-1 by inference size")
-    mixed = rows(found, "Effect of training across mixed sizes")
+    plain = rows_of(found, "Top-1 by inference size")
+    mixed = rows_of(found, "Effect of training across mixed sizes")
     assert {*mixed} == {"learned", "comrope-ld"}
     assert {row["what"] for row in mixed.values()} == {"mixed sizes"}
     configs = [path.read_text() for path in out.glob("runs/*/config.yaml")]
@@ -103,8 +73,8 @@ def test_size_that_is_added_measures_itself_alone(out: Path, found: dict[str, An
     after = measures()
     assert {name: after[name] for name in before} == before
     assert {name.rpartition("-at-")[2] for name in {*after} - {*before}} == {"12x12"}
-    for name, row in rows(again, "Top-1 by inference size").items():
-        assert row["at4x4"] == rows(found, "Top-1 by inference size")[name]["at4x4"]
+    for name, row in rows_of(again, "Top-1 by inference size").items():
+        assert row["at4x4"] == rows_of(found, "Top-1 by inference size")[name]["at4x4"]
 
 
 def test_only_smaller_sizes_are_answered_at_the_smallest(out: Path, found: dict[str, Any]) -> None:
@@ -201,7 +171,7 @@ def test_only_lattices_of_a_fixed_range_are_rescaled() -> None:
 
 
 def test_rescaled_positions_are_an_arm_at_every_other_size(found: dict[str, Any]) -> None:
-    arm = rows(found, "Effect of positions in [0, 1]")
+    arm = rows_of(found, "Effect of positions in [0, 1]")
     assert {*arm} == {"comrope-ld"}
     assert {"at4x4", "at16x16"} < {*arm["comrope-ld"]}
     assert "at8x8" not in arm["comrope-ld"]
@@ -245,7 +215,7 @@ def test_swin_has_grown_windows_and_mixed_sizes_as_arms(tmp_path: Path) -> None:
     found = kept(resolution.find(lab(tmp_path, "bias", "mixed", model=SWIN, sizes=[16])))
     titles = {table["title"] for table in found["tables"]}
     assert {"Effect of windows that grow with the input", "Effect of training across mixed sizes"} < titles
-    assert {*rows(found, "Effect of windows that grow with the input")} == {"bias", "mixed"}
+    assert {*rows_of(found, "Effect of windows that grow with the input")} == {"bias", "mixed"}
     assert not any(title.startswith(("Effect of positions", "Effect of scaled")) for title in titles)
 
 
@@ -257,7 +227,8 @@ def test_adaptations_that_a_model_refuses_are_left_out_with_the_reason(tmp_path:
     arm, run = ("mixed", ""), here.run("mixed")
     trained: Any = SimpleNamespace(run=run, measured=measured)
     adapted = {arm: resolution._adaptations(here, arm, run, SIZES)}
-    results = resolution._evaluate(here, {arm: [trained]}, adapted, SIZES)
+    top1 = resolution._evaluate(here, {arm: [trained]}, adapted, SIZES)
     assert list(here.left_out) == ["YaRN of mixed is left out: keys are normalised."]
-    assert {*results[16, 16]} == {("mixed", ""), ("mixed", "NTK"), ("mixed", "interpolation")}
-    assert {*results[8, 8]} == {("mixed", "")}
+    assert {(cell.level, cell.variant) for cell in top1.values} == {
+        ("8x8", ""), ("16x16", ""), ("16x16", "NTK"), ("16x16", "interpolation"),
+    }  # fmt: skip

@@ -21,7 +21,7 @@ from torchrope_lab.engine.dry_run import NotTrained
 from torchrope_lab.engine.provenance import machine
 from torchrope_lab.engine.published import cite, errata, published, table_of_entry
 from torchrope_lab.engine.registry import STUDIES, Study
-from torchrope_lab.engine.runs import Measure, Run, Trained, dependency_rounds
+from torchrope_lab.engine.runs import Measure, Run, dependency_rounds
 from torchrope_lab.engine.study import Lab, facts_of, find_study, run_study
 from torchrope_lab.report.chapters import run_facts
 from torchrope_lab.results import Column, Findings, Table
@@ -327,43 +327,6 @@ def test_published_cells_are_read_as_printed() -> None:
     assert (table.columns[1].low, table.columns[2].low) == ("low1", None)
 
 
-def faked(encoding: str, seed: int, right: list[int], loss: float | None = 1.0) -> Trained:
-    run = Lab(config(Path("nowhere")), (), QUIET).run(encoding, seed)
-    curve = [{"epoch": 1, "val_top1": 0.5}, {"epoch": 2, "val_top1": sum(right) / len(right)}]
-    labels = [index % 2 for index in range(len(right))]
-    predicted = [label if each else 1 - label for label, each in zip(labels, right, strict=True)]
-    return Trained(run, Path("nowhere"), labels, predicted, loss, curve, 1.0)
-
-
-def test_accuracy_ranks_with_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    good, bad = [1] * 95 + [0] * 5, [1] * 40 + [0] * 60
-    results = {"mixed": good, "axial": good[::-1], "learned": bad}
-    here = Lab(config(tmp_path, seeds=2), list(results), QUIET)
-    monkeypatch.setattr(
-        here, "train", lambda runs, *_, **__: [faked(run.encoding, run.seed, results[run.encoding]) for run in runs]
-    )
-    found = find_study("accuracy").find(here)
-    rows = {row["name"]: row for row in found.tables[0].rows}
-    tied = ["not significantly different"] * 2
-    assert [row["verdict"] for row in rows.values()] == [*tied, "behind (provisional)"]
-    assert rows["mixed"]["low"] < rows["mixed"]["top1"] == 95 < rows["mixed"]["high"]
-    assert rows["learned"]["gap"] == pytest.approx(55)
-    assert "axial and mixed are not significantly different" in found.answer
-
-
-def test_published_accuracies_have_the_cells_of_the_papers_and_of_the_reviews() -> None:
-    second, before, losses, first = published("accuracy")[:4]
-    assert "69.6 (69.2-70.0)" in second.note
-    assert [row["value3"] for row in before.rows] == [42.7, 50.5, 45.7, 52.1, 53.6]
-    assert (before.rows[2]["value1"], before.rows[2]["low1"], before.rows[2]["high1"]) == (63.7, 61.8, 65.6)
-    assert [row["value1"] for row in losses.rows] == [1.56, 1.56, 1.38, 1.36, 1.27]
-    assert losses.rows[3]["value2"] is None
-    assert (losses.rows[4]["low3"], losses.rows[4]["high3"]) == (2.62, 2.67)
-    assert [row["value4"] for row in first.rows] == [80.7, None, 81.9, 82.7]
-    mixed = {"before": before.rows[2], "after": second.rows[2]}
-    assert [mixed["after"][f"value{n}"] - mixed["before"][f"value{n}"] for n in (1, 2)] == pytest.approx([5.1, 2.9])  # type: ignore[operator]
-
-
 def test_drops_that_contradict_their_accuracies_are_errata() -> None:
     wrong = []
     for table in published("shuffle"):
@@ -386,18 +349,6 @@ def test_intervals_that_are_not_around_their_values_are_errata() -> None:
                     wrong.append(f"{value:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})")
         printed = [erratum["printed"] for erratum in errata(study) if "interval" in erratum["why"]]
         assert wrong == [cell for cell in printed if "(" in cell], study
-
-
-def test_encoding_that_diverged_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = Lab(config(tmp_path), ["mixed", "liere"], QUIET)
-    losses = {"mixed": 1.0, "liere": None}
-    monkeypatch.setattr(
-        here,
-        "train",
-        lambda runs, *_, **__: [faked(run.encoding, 0, [1, 1, 0, 0], losses[run.encoding]) for run in runs],
-    )
-    table = find_study("accuracy").find(here).plain()["tables"][0]
-    assert {row["name"]: row["val_loss"] for row in table["rows"]} == {"mixed": 1.0, "liere": None}
 
 
 def test_files_that_a_run_could_not_read_are_listed(tmp_path: Path) -> None:
@@ -458,15 +409,6 @@ def test_runs_that_diverge_are_a_result(
     for _ in range(2):  # finished runs are read again
         assert main([*words, *DIVERGING.split(), "--out", str(tmp_path)]) == 0, capsys.readouterr().err
         assert answer in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_verdicts_say_that_nothing_was_learned(tmp_path: Path) -> None:
-    options = ["--encodings", "none,mixed", *DIVERGING.split(), "--out", str(tmp_path)]
-    assert main(["study", "model-size", *options]) == 0
-    findings = json.loads((tmp_path / "model-size-digits.json").read_text())["findings"]
-    verdicts = {row["verdict"] for table in findings["tables"] for row in table["rows"] if "val_loss" in row}
-    assert verdicts == {"nothing learned"}
 
 
 def test_options_that_a_study_of_formulas_ignores_are_refused(

@@ -18,14 +18,16 @@ from torchmetrics.classification import MulticlassJaccardIndex
 
 from torchrope_lab.conclusion import NOT_DIFFERENT
 from torchrope_lab.data.data_config import data_config
+from torchrope_lab.engine import long_table
 from torchrope_lab.engine.dense_tasks import DETECT, SEGMENT, examples, mean_iou, predictions
 from torchrope_lab.engine.estimates import rank, spread, verdict_of
+from torchrope_lab.engine.long_table import Cell
 from torchrope_lab.engine.published import published
 from torchrope_lab.engine.runs import MeasuresOf, Trained
 from torchrope_lab.engine.study import Lab, find_study, run_study
 from torchrope_lab.settings.run_config import ModelConfig, OptimConfig
 from torchrope_lab.settings.study_config import StudyConfig
-from torchrope_lab.statistics import BootstrapEstimate, draw, resample
+from torchrope_lab.statistics import BootstrapEstimate, draw
 from torchrope_lab.studies import dense
 from torchrope_lab.studies.dense import evaluate, measured
 
@@ -97,29 +99,6 @@ def test_classes_that_are_predicted_alone_count_against() -> None:
     assert count_pixels(torch.tensor([[0, 2]]), torch.tensor([[0, 0]])) == {"0": [1, 1, 2], "2": [0, 1, 0]}
     records = [count_pixels(torch.tensor([[0, 2]]), torch.tensor([[0, 0]]))]
     assert mean_iou(records)(np.ones((1, 1)))[0] == pytest.approx((1 / 2 + 0) / 2)
-
-
-def test_score_is_the_mean_over_seeds_in_every_draw() -> None:
-    def seed(factor: float) -> Any:
-        return lambda weights: factor * weights[:, 0] / weights.sum(axis=1)
-
-    both = draw([seed(1.0), seed(3.0)], 5, draws=40)
-    assert both.on_all == pytest.approx([0.2, 0.6])
-    assert both.mean == pytest.approx(0.4)
-    [weights] = resample(5, draws=40)
-    assert both.draws == pytest.approx(np.outer([1, 3], weights[:, 0] / 5))
-
-
-def test_draws_are_the_same_for_all_and_whole_images() -> None:
-    [weights] = resample(50, draws=200)
-    assert (weights.sum(axis=1) == 50).all()
-    assert np.array_equal(weights, next(resample(50, draws=200)))
-    values = np.random.default_rng(0).random(50)
-    one = of_images(values)
-    _, low, high = one.interval()
-    assert low < one.mean < high
-    assert (high - low) / 2 == pytest.approx(1.96 * values.std() / 50**0.5, rel=0.1)
-    assert (one - of_images(values)).interval() == (0, 0, 0)
 
 
 def test_differences_are_paired_over_images() -> None:
@@ -298,7 +277,7 @@ def faked(here: Lab, monkeypatch: pytest.MonkeyPatch, goods: dict[str, float]) -
         return trained
 
     monkeypatch.setattr(here, "train", train)
-    monkeypatch.setattr(dense, "draw", partial(draw, draws=50))
+    monkeypatch.setattr(long_table, "draw", partial(draw, draws=50))
     monkeypatch.setattr(dense, "feasible", lambda lab, runs, where: list(runs))
 
 
@@ -315,16 +294,16 @@ def test_findings_rank_encodings_and_show_predictions(
     assert by_size.title == f"{title} by size"
     assert ahead_of_learned.title == f"{title} ahead of a learned absolute encoding"
     rows = {row["name"]: row for row in by_size.rows}
-    assert rows["mixed"]["at0"] == rows["mixed"]["at2"] == pytest.approx(100, abs=1e-12)
-    assert rows["learned"]["at0_low"] <= rows["learned"]["at0"] <= rows["learned"]["at0_high"] < 100
+    assert rows["mixed"]["at1.0"] == rows["mixed"]["at2.0"] == pytest.approx(100, abs=1e-12)
+    assert rows["learned"]["at1.0_low"] <= rows["learned"]["at1.0"] <= rows["learned"]["at1.0_high"] < 100
     assert [rows[name]["last"] for name in ("mixed", "axial", "learned")] == [NOT_DIFFERENT, NOT_DIFFERENT, "behind"]
     ahead = {row["name"]: row for row in ahead_of_learned.rows}
     assert set(ahead) == {"mixed", "axial"}
-    assert ahead["mixed"]["at2_low"] > 0
-    assert ahead["mixed"]["at2"] == pytest.approx(100 - by_size.rows[-1]["at2"])
+    assert ahead["mixed"]["at2.0_low"] > 0
+    assert ahead["mixed"]["at2.0"] == pytest.approx(100 - by_size.rows[-1]["at2.0"])
     assert [len(figure.rows) for figure in found.figures] == [3 * 3, 2 * 3]
     highest = title.partition(": ")[2]
-    assert f"{highest} is highest with axial, 100.0 % [100.0, 100.0] (1 not significantly different)" in found.answer
+    assert f"{highest} is highest with axial, 100.0 % [100.0, 100.0], {NOT_DIFFERENT} from mixed" in found.answer
     assert "one training each" in found.answer
     [pictures] = found.pictures
     assert [row.title.partition(",")[0] for row in pictures.rows] == ["1 times", "1 times", "2 times"]
@@ -363,22 +342,12 @@ def test_head_that_is_named_is_taken_for_its_task(tmp_path: Path) -> None:
     assert [(model.head, model.num_queries, model.head_channels) for model in boxes] == [("dino", None, None)] * 2
 
 
-@pytest.mark.parametrize("data", MODELS)
-def test_dry_run_lists_the_runs(tmp_path: Path, data: str) -> None:
-    console = Console(file=StringIO(), width=80)
-    settings = lab(tmp_path, "learned", "mixed", data=data).config
-    run_study(find_study("dense"), settings, command="", console=console, dry_run=True)
-    told = console.file.getvalue()  # type: ignore[attr-defined]
-    assert told.count("runs to train or measure: ") == 1
-    assert "runs to train or measure: 2 of 2, " in told
-
-
 @pytest.mark.slow
 def test_seeds_are_means_with_a_spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = lab(tmp_path, "learned", "mixed", data="coco", seeds=2)
     faked(here, monkeypatch, {"learned": 0.5, "mixed": 1.0})
     [outcome] = measured(here, [(DETECT, here.runs(["learned"]))])
-    assert outcome.scores["learned"][0].on_all.shape == (2,)
+    assert outcome.scores.estimates[Cell("learned", 1.0)].on_all.shape == (2,)
     table = dense.find(here).tables[0]
     assert "spread" in [column.key for column in table.columns]
 
@@ -392,8 +361,9 @@ def test_real_study_of_a_few_images(tmp_path: Path, data: str) -> None:
     assert found["data"]["chance"] is None
     task = SEGMENT if data == "segments" else DETECT
     [outcome] = measured(here, [(task, dense.runs_of(here, task))])
-    for name, [run] in outcome.trained.items():
-        assert outcome.scores[name][0].mean == pytest.approx(run.curve[-1][task.curve], abs=0.005)
+    for run in map(here.store.get, dense.runs_of(here, task)):
+        score = outcome.scores.estimates[Cell(run.encoding, 1.0)]
+        assert score.mean == pytest.approx(run.curve[-1][task.curve], abs=0.005)
     if task is SEGMENT:  # over all classes as many pixels are predicted as there are
         records = [at["records"] for seeds in outcome.measured.values() for seed in seeds for at in seed]
         for images in records:

@@ -1,40 +1,25 @@
 """The study of reconstructed points: exact with all frequencies, sums over axes with axial ones, spans of blocks."""
 
-import io
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import labs
 import pytest
 import torch
-from rich.console import Console
 
 import torchrope as tr
 from torchrope.encodings import parse_encoding
 from torchrope.positions import grid
-from torchrope_lab.data.data_config import data_config
-from torchrope_lab.engine.study import Lab
 from torchrope_lab.engine.trained_models import Site
-from torchrope_lab.settings.run_config import ModelConfig, OptimConfig
-from torchrope_lab.settings.study_config import StudyConfig
+from torchrope_lab.settings.run_config import ModelConfig
 from torchrope_lab.studies import fourier
 from torchrope_lab.studies.fourier import EXACT, Heads, best_fit, heads_of, sharpness, transform
 
-SMALL = ModelConfig(dim=16, depth=1, num_heads=2, mlp_dim=8, patch_size=[2])
-
-
-def lab(folder: Path, encodings: list[str]) -> Lab:
-    config = StudyConfig(
-        data=data_config(train_size=60, val_size=20),
-        model=SMALL,
-        optim=OptimConfig(epochs=1),
-        encodings=encodings,
-        seeds=1,
-        out=str(folder),
-    )
-    return Lab(config, [], Console(file=io.StringIO()))
+lab = partial(labs.lab, model=ModelConfig(dim=16, depth=1, num_heads=2, mlp_dim=8, patch_size=[2]))
 
 
 def heads(name: str, sizes: tuple[int, ...] = (4, 5), head_dim: int = 16, **settings: Any) -> Heads:
@@ -168,7 +153,7 @@ def test_findings_show_a_cross_for_axial(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(fourier, "LATTICE", (6, 7))
     monkeypatch.setattr(fourier, "HEADS", 3)
     monkeypatch.setattr(fourier, "HEAD_DIM", 16)
-    here = lab(tmp_path, ["learned", "axial", "mixed", "liere:8", "liere:32"])
+    here = lab(tmp_path, "learned", "axial", "mixed", "liere:8", "liere:32")
     found = fourier.find(here)
     rows = {row["encoding"]: row for row in found.tables[0].rows}
     assert set(rows) == {"axial", "mixed", "liere:8"}
@@ -178,7 +163,7 @@ def test_findings_show_a_cross_for_axial(tmp_path: Path, monkeypatch: pytest.Mon
     plain, refused = here.left_out
     assert plain == "learned left out: not rotary."
     assert refused.startswith("liere:32 left out: head_dim must be divisible by block_size = 32")
-    assert f"most with axial, {rows['axial']['fit_outside']:.1f} %" in found.answer
+    assert f"least energy outside a point with liere:8, {rows['liere:8']['fit_outside']:.1f} %" in found.answer
     cells = [row for row in found.figures[0].rows if row["panel"] == "RoPE-Axial, ViT-B, initialisation, best fit"]
     assert len(cells) == 42
     assert max(cells, key=lambda row: row["value"])["x"] == 3
@@ -187,10 +172,10 @@ def test_findings_show_a_cross_for_axial(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_fourier_shows_finished_runs_and_trains_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fourier, "LATTICE", (3, 3))
-    mine = lab(tmp_path, ["mixed"])
+    mine = lab(tmp_path, "mixed")
     monkeypatch.setattr(mine, "train", lambda _: pytest.fail("trained"))
     assert [row["state"] for row in fourier.find(mine).tables[0].rows] == ["ViT-B, initialisation"]
-    other = lab(tmp_path, ["mixed"])
+    other = lab(tmp_path, "mixed")
     other.train([other.run("mixed")])
     rows = fourier.find(mine).tables[0].rows
     assert [row["state"] for row in rows] == ["ViT-B, initialisation", "digits, initialisation", "digits, trained"]
@@ -201,4 +186,4 @@ def test_fourier_shows_finished_runs_and_trains_none(tmp_path: Path, monkeypatch
 
 def test_absolute_encoding_without_rotation_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^fourier needs rotary encodings, got learned$"):
-        fourier.find(lab(tmp_path, ["learned"]))
+        fourier.find(lab(tmp_path, "learned"))

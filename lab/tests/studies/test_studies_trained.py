@@ -1,9 +1,7 @@
 """Studies that evaluate trained runs: shuffled inputs, other input sizes, generators, attention."""
 
-import json
 import math
 from collections import Counter
-from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,46 +9,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from labs import SMALL, kept, lab
 from miniatures import MINIATURES
-from rich.console import Console
 
-from torchrope.attention import Attention
+from torchrope_lab.conclusion import Interval
 from torchrope_lab.data.data_config import data_config
-from torchrope_lab.data.transforms import resize, shuffle_patches
-from torchrope_lab.engine.other_sizes import METHODS, extended_for
-from torchrope_lab.engine.published import published
+from torchrope_lab.data.transforms import resize
+from torchrope_lab.engine.long_table import Cell, Quantity, RightOrWrong
+from torchrope_lab.engine.other_sizes import METHODS
 from torchrope_lab.engine.study import Lab, describe, feasible
 from torchrope_lab.engine.trained_models import Measures, sites_of
-from torchrope_lab.results import Findings
+from torchrope_lab.results import Column
 from torchrope_lab.settings.run_config import ModelConfig, OptimConfig
-from torchrope_lab.settings.study_config import StudyConfig
 from torchrope_lab.studies import accuracy, attention, generators, resolution, shuffle
 from torchrope_lab.training.models import TokenClassifier, build_model
 
 pytestmark = pytest.mark.slow
-
-SMALL = dict(dim=16, depth=1, num_heads=2, mlp_dim=16)
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs shared by the tests, as studies share them."""
     return tmp_path_factory.mktemp("studies")
-
-
-def lab(out: Path, *encodings: str, **settings: Any) -> Lab:
-    config = StudyConfig(
-        **{
-            "data": data_config(train_size=60, val_size=40),
-            "model": ModelConfig(patch_size=[2], **SMALL),
-            "optim": OptimConfig(epochs=1, warmup_epochs=0),
-            "encodings": list(encodings),
-            "seeds": 1,
-            "out": str(out),
-            **settings,
-        }
-    )
-    return Lab(config, ("none", "mixed"), Console(file=StringIO()))
 
 
 def moving(out: Path, *encodings: str, **settings: Any) -> Lab:
@@ -62,11 +42,6 @@ def runs(out: Path) -> set[str]:
     return {path.parent.name for path in out.glob("runs/*/result.json")}
 
 
-def kept(findings: Findings) -> dict[str, Any]:
-    """As the report reads it: JSON keeps everything."""
-    return json.loads(json.dumps(findings.plain(), allow_nan=False))
-
-
 def test_encodings_refused_by_a_model_are_skipped_with_the_reason(out: Path) -> None:
     here = lab(out)
     wanted = [here.run(name, seed) for name in ("mixed", "liere:5") for seed in (0, 1)]
@@ -75,18 +50,6 @@ def test_encodings_refused_by_a_model_are_skipped_with_the_reason(out: Path) -> 
     assert reason.startswith("liere:5 is left out: head_dim must be divisible by block_size = 5")
     with pytest.raises(ValueError, match="did you mean"):
         feasible(here, [here.run("mixxed")])
-
-
-def test_frames_are_permuted_whole_and_each_clip_on_its_own() -> None:
-    clips = torch.arange(8 * 6.0).reshape(8, 1, 6, 1).expand(-1, 2, -1, 3).contiguous()
-    moved = shuffle_patches(clips, [2, None], torch.Generator().manual_seed(0))
-    assert moved.shape == clips.shape
-    assert (moved == moved[:, :1, :, :1]).all()  # channels and pixels of a frame stay together
-    assert torch.equal(moved.sort(dim=2).values, clips)
-    pairs = moved[:, 0, :, 0].reshape(8, 3, 2)
-    assert (pairs[..., 1] == pairs[..., 0] + 1).all()
-    orders = {tuple((pair[:, 0] % 6).tolist()) for pair in pairs}
-    assert len(orders) > 2
 
 
 def test_shuffling_separates_position_dependence(out: Path) -> None:
@@ -138,41 +101,24 @@ def test_frames_are_shuffled_where_there_is_time(out: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "share"),
-    [([1, 1, 1, 1], [1, 0, 0, 0], 75.0), ([1, 0, 1, 0], [1, 0, 1, 0], 0.0), ([0, 0], [0, 1], None)],
+    ("before", "after", "share"), [([1, 1, 1, 1], [1, 0, 0, 0], 75.0), ([1, 0, 1, 0], [1, 0, 1, 0], 0.0)]
 )
-def test_share_lost_is_of_what_was_right(before: list, after: list, share: float | None) -> None:
-    found = shuffle.share_lost(np.array([before], float), np.array([after], float))
-    if share is None:
-        assert found is None
-    else:
-        assert found is not None
-        assert found.low <= found.estimate == share <= found.high
+def test_share_lost_is_of_what_was_right(before: list, after: list, share: float) -> None:
+    found = lost(np.array(before, float), np.array(after, float))
+    assert found.low <= found.estimate == share <= found.high
 
 
 def test_share_lost_is_paired() -> None:
     """The exact same examples lost: an interval of unpaired ratios would hold 0 here."""
     rng = np.random.default_rng(0)
     before = (rng.random(200) < 0.5).astype(float)
-    after = before * (np.arange(200) % 5 > 0)
-    found = shuffle.share_lost(before[None], after[None])
-    assert found is not None
+    found = lost(before, before * (np.arange(200) % 5 > 0))
     assert 10 < found.low < found.high < 32
 
 
-def test_published_shuffling_has_the_papers_cells() -> None:
-    first, clips, second = published("shuffle")
-    assert first.rows[-1] == {
-        "name": "liere",
-        "value1": 69.4,
-        "value2": 15.9,
-        "value3": 77.1,
-        **{f"{end}{n}": None for end in ("low", "high") for n in (1, 2, 3)},
-    }
-    assert clips.rows[0]["value2"] == 44.0
-    assert [row["value5"] for row in second.rows] == [39.5, 37.0, 28.2, 27.8, 28.0]
-    for row in (*first.rows, *second.rows):
-        assert math.isclose(row["value3"], 100 * (1 - row["value2"] / row["value1"]), abs_tol=0.2)  # type: ignore[operator]
+def lost(before: np.ndarray, after: np.ndarray) -> Interval:
+    values = {Cell("mixed"): np.stack([before, after], axis=-1)[None]}
+    return Quantity(values, Column("lost", "Lost", "%"), shuffle.share_lost).interval(Cell("mixed"))
 
 
 @pytest.fixture(scope="module")
@@ -226,34 +172,6 @@ def test_resolution_compares_each_change_with_the_encoding_without_it(sized: dic
     assert "16 × 16 (2 times the training size)" in sized["answer"]
 
 
-@pytest.mark.parametrize("encoding", ["axial", "mixed", "liere:8", "string:8", "comrope-ld"])
-def test_interpolated_models_see_an_enlarged_lattice_as_the_one_trained_on(out: Path, encoding: str) -> None:
-    """Frequencies over 2 and a lattice twice as long: the rotation of token 2i is that of token i."""
-    here = lab(out)
-    model = build_model(encoding, here.config.model, here.data)
-    longer, _ = extended_for(model, (16, 16), (8, 8), "interpolate")
-    with torch.no_grad():
-        small = model.encodings[0](model.positions((4, 4))[1:]).matrix().unflatten(-3, (4, 4))
-        large = longer.encodings[0](longer.positions((8, 8))[1:]).matrix().unflatten(-3, (8, 8))
-    moved = model.position_map.origin != 0.0 and model.position_map.origin != (0.0, 0.0)
-    if moved:  # patch centres: compare offsets
-        small, large = small[..., :1, :1, :, :].mT @ small, large[..., :1, :1, :, :].mT @ large
-    torch.testing.assert_close(large[..., ::2, ::2, :, :], small, atol=1e-5, rtol=1e-5)
-
-
-def test_yarn_sharpens_attention_and_leaves_the_trained_model_alone(out: Path) -> None:
-    here = lab(out)
-    model = build_model("mixed", here.config.model, here.data)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    longer, _ = extended_for(model, (16, 16), (8, 8), "yarn")
-    qkv, old = longer.layers[0].attention.qkv.weight, before["layers.0.attention.qkv.weight"]
-    keys = slice(16, 32)
-    torch.testing.assert_close(qkv[keys], old[keys] * (0.1 * math.log(4) + 1) ** 2)
-    assert torch.equal(qkv[:16], old[:16])
-    assert torch.equal(qkv[32:], old[32:])
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-
 @pytest.mark.slow
 def test_frames_are_kept_and_motion_has_no_second_stage(out: Path) -> None:
     here = moving(out, "mixed")
@@ -262,16 +180,6 @@ def test_frames_are_kept_and_motion_has_no_second_stage(out: Path) -> None:
         f"5 × {side} × {side}" for side in (8, 16, 20, 24, 32, 40)
     ]
     assert any(reason.startswith("No second stage") for reason in here.left_out)
-
-
-def test_published_sizes_have_the_papers_cells() -> None:
-    reviews, comrope, rope_vit = published("resolution")
-    assert reviews.rows[1]["value6"] == 73.3
-    assert (reviews.rows[2]["low6"], reviews.rows[2]["high6"]) == (69.3, 70.1)
-    assert {row["name"]: row["value9"] for row in comrope.rows}["comrope-ld, perturbed"] == 60.39
-    assert len(comrope.rows) == 10
-    assert [row["value1"] for row in rope_vit.rows] == [57.8, 35.4, 55.7, 58.5]
-    assert all(row["value6"] < row["value7"] for row in comrope.rows)  # 320 and 384, as the note says
 
 
 @pytest.fixture(scope="module")
@@ -360,11 +268,12 @@ def test_distance_from_commuting_reaches_its_bound_and_is_none_without_an_axis(s
 
 def test_deviation_is_that_of_all_elements() -> None:
     heads = [torch.randn(n, dtype=torch.float64) + shift for n, shift in ((50, 0.0), (200, 3.0), (10, -1.0))]
-    value, low, high = generators.deviation(np.array([generators._moments(head) for head in heads])).interval()
+    moments = np.array([generators._moments(head) for head in heads])
+    value, low, high = Quantity({Cell("mixed"): moments[None]}, Column("end", "σ"), generators.deviation).interval(
+        Cell("mixed")
+    )
     assert value == pytest.approx(torch.cat(heads).std(correction=0).item())
     assert low <= value <= high
-    alone = generators._or_mean(generators.deviation(np.array([generators._moments(heads[0])])))
-    assert alone == (pytest.approx(heads[0].std(correction=0).item()), None, None)
 
 
 def test_elements_are_those_that_can_be_other_than_zero() -> None:
@@ -387,15 +296,6 @@ def test_generators_of_clips_have_three_pairs_of_axes(out: Path) -> None:
     assert any(reason.startswith("string:5 is left out") for reason in here.left_out)
 
 
-def test_published_deviations_have_the_papers_cells() -> None:
-    [table] = published("generators")
-    assert [[row[f"value{n}"] for n in (1, 2, 3)] for row in table.rows] == [
-        [0.326, 0.246, 0.195],
-        [0.271, 0.208, 0.171],
-        [0.384, 0.278, 0.238],
-    ]
-
-
 def test_attention_is_measured_by_layer_at_each_size(out: Path) -> None:
     found = kept(attention.find(lab(out, "none", "learned", "mixed")))
     [table] = found["tables"]
@@ -405,8 +305,6 @@ def test_attention_is_measured_by_layer_at_each_size(out: Path) -> None:
         ("none", "14 × 14"),
     ]
     for row in table["rows"]:
-        assert 0 < row["relative"] <= 120
-        assert row["share"] <= 100
         assert 0 < row["front"] < 100  # the class token
         assert row["distance_low"] <= row["distance"] <= row["distance_high"]
         assert row["distance"] <= math.sqrt(2) * (int(row["size"].split()[0]) // 2 - 1)  # the diagonal
@@ -418,7 +316,7 @@ def test_attention_is_measured_by_layer_at_each_size(out: Path) -> None:
     reach = {row["name"]: row["distance"] for row in table["rows"] if row["size"] == "8 × 8"}
     assert beside["learned"] is None
     assert beside["mixed"] == pytest.approx(reach["mixed"] - reach["learned"])
-    assert "At 8 × 8 attention distance is largest in" in found["answer"]
+    assert "At 8 × 8 attention distance is largest with" in found["answer"]
 
 
 @pytest.mark.parametrize("encoding", ["mixed", "liere:8", "string:8", "bias+comrope-ld", "none"])
@@ -438,14 +336,6 @@ def test_weights_are_those_that_attention_mixes_with(out: Path, encoding: str) -
             v = own.qkv(x).chunk(3, dim=-1)[2].unflatten(-1, (2, 8)).transpose(1, 2)
             assert weights.shape == (3, 2, 25, 25)
             torch.testing.assert_close(own.proj((weights @ v).transpose(1, 2).flatten(2)), output)
-
-
-def test_mask_takes_weight_away() -> None:
-    own = Attention(8, 2)
-    mask = torch.ones(4, 4, dtype=torch.bool).tril()
-    weights = own.weights(torch.randn(1, 4, 8), bias=mask)
-    assert (weights[..., ~mask] == 0).all()
-    torch.testing.assert_close(weights.sum(dim=-1), torch.ones(1, 2, 4))
 
 
 @pytest.mark.parametrize("pool", ["cls", "mean"])
@@ -508,26 +398,18 @@ def test_attention_at_other_sizes_reads_the_files(out: Path, tmp_path: Path, mon
 def test_attention_of_clips_keeps_the_frames_and_that_of_a_swin_is_left_out(out: Path) -> None:
     found = kept(attention.find(moving(out, "mixed")))
     assert [row["size"] for row in found["tables"][0]["rows"]] == ["5 × 12 × 12", "5 × 20 × 20", "5 × 36 × 36"]
-    swin = lab(out, model=ModelConfig(backbone="swin", patch_size=[2]))
+    swin = lab(out, "mixed", model=ModelConfig(backbone="swin", patch_size=[2]))
     assert attention.find(swin).answer.startswith("Not measured")
 
 
-def test_effects_are_paired_and_corrected_over_all_changes_at_a_size() -> None:
-    size = (8, 8)
-    right = np.array([[1.0, 0.0] * 50])
-    answers = {
-        **{(name, ""): right for name in ("mixed", "liere", "axial")},
-        ("mixed", "perturbation"): np.ones((1, 100)),
-        ("liere", "perturbation"): np.zeros((1, 100)),
-        ("axial", "perturbation"): right,
-    }
-    results = {size: answers}
-    effects = resolution._effects(results)
-    assert effects[size]["mixed", "perturbation"].estimate == 50
-    assert effects[size]["mixed", "perturbation"].low > 0
-    assert effects[size]["liere", "perturbation"].high < 0
-    assert effects[size]["axial", "perturbation"].low < 0 < effects[size]["axial", "perturbation"].high
-    sizes = resolution.Sizes((size,), size, 0)
-    said = resolution._answer(results, effects, sizes, resolution.concluded(resolution._unchanged(answers), 0.1), 2)
-    assert "not significantly different from liere and mixed; 1 of 3 changes significantly help" in said
-    assert ", most perturbation for mixed." in said
+def test_effects_are_paired_and_simultaneous_over_all_changes_at_a_size() -> None:
+    right, change = np.array([[1.0, 0.0] * 50]), "perturbation"
+    answers = {Cell(name, "8x8"): right for name in ("mixed", "liere", "axial")}
+    answers |= {Cell("mixed", "8x8", change): np.ones((1, 100)), Cell("liere", "8x8", change): np.zeros((1, 100))}
+    answers[Cell("axial", "8x8", change)] = right
+    top1 = RightOrWrong(answers)
+    pairs = {cell: cell._replace(variant="") for cell in answers if cell.variant}
+    effects = {cell.arm: effect for cell, effect in top1.changes_by_level(pairs).items()}
+    assert effects["mixed"].estimate == 50
+    assert effects["mixed"].low > 0 > effects["liere"].high
+    assert effects["axial"].low < 0 < effects["axial"].high

@@ -3,27 +3,31 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 
 import numpy as np
 
 from torchrope_lab.conclusion import BASELINE, Conclusion
 from torchrope_lab.engine.estimates import (
-    ABOUT_TRAIN_LOSS,
-    VERDICT,
-    Columns,
-    about_intervals,
     by_encoding,
     correct,
     in_percent,
-    last_train_loss,
+    last_train_losses,
     loss,
-    name_columns,
-    table_of,
-    top1_columns,
+    spread,
     verdict,
-    with_interval,
 )
 from torchrope_lab.engine.figures import top1_by_encoding, top1_curves
+from torchrope_lab.engine.grid import about_intervals
+from torchrope_lab.engine.long_table import (
+    VERDICT,
+    Cell,
+    Columns,
+    RightOrWrong,
+    name_columns,
+    table_of,
+    with_interval,
+)
 from torchrope_lab.engine.runs import Trained
 from torchrope_lab.results import Column, Figure, Table
 from torchrope_lab.statistics import balanced_accuracy, conclude, constant_accuracy
@@ -41,9 +45,9 @@ class Comparison:
     same: Mapping[str, str]  # another encoding that is the same function on the data, by encoding
 
     @cached_property
-    def rights(self) -> dict[str, np.ndarray]:
-        """Right or wrong by encoding, `(seeds, examples)`."""
-        return {name: correct(runs) for name, runs in self.groups.items()}
+    def top1(self) -> RightOrWrong:
+        """The answers with each encoding."""
+        return RightOrWrong({Cell(name): correct(runs) for name, runs in self.groups.items()})
 
     @property
     def runs(self) -> list[Trained]:
@@ -54,10 +58,6 @@ class Comparison:
     def labels(self) -> np.ndarray:
         """Class of every validation example."""
         return np.asarray(self.runs[0].labels)
-
-    def counted_as(self, name: str) -> str:
-        """Return the encoding whose results in the conclusion are those of a name."""
-        return self.same.get(name, name)
 
 
 def compare_runs(
@@ -107,51 +107,46 @@ def _untimed(curve: Sequence[Mapping[str, float]]) -> tuple[tuple[tuple[str, flo
 
 
 def main_table(comparison: Comparison, title: str, extra: Columns = (), note: str = "") -> Table:
-    """Build the table of accuracy, verdicts, losses and extra columns, whose items are names of encodings."""
-    found, runs, rights = comparison.conclusion, comparison.groups, comparison.rights
-    counted = comparison.counted_as
-
-    def gap(name: str) -> Sequence[float] | None:
-        return in_percent(found.gaps[counted(name)]) if counted(name) in found.gaps else None
-
-    def decided(name: str) -> str:
-        return f"same as {comparison.same[name]}" if name in comparison.same else verdict(found, name)
-
-    accuracy, over_seeds = top1_columns(lambda name: rights[name])
-    train_spread = [
-        (Column("train_spread", "± over seeds", digits=3), lambda name: last_train_loss(runs[name])["train_spread"])
-    ]
+    """Build the table of accuracy, verdicts, losses and extra columns, whose rows are cells."""
+    conclusion, groups, same = comparison.conclusion, comparison.groups, comparison.same
     labels, (_, counts) = comparison.labels, np.unique(comparison.labels, return_counts=True)
-    balanced: Columns = [
-        (Column("balanced", "Balanced accuracy", "%", 1), lambda name: 100 * balanced_accuracy(rights[name], labels))
-    ]
+    losses = {name: last_train_losses(runs) for name, runs in groups.items()}
+
+    def gap(cell: Cell) -> Sequence[float] | None:
+        return in_percent(conclusion.gaps[name]) if (name := same.get(cell.arm, cell.arm)) in conclusion.gaps else None
+
+    def decided(cell: Cell) -> str:
+        return f"same as {same[cell.arm]}" if cell.arm in same else verdict(conclusion, cell.arm)
+
+    def balanced(cell: Cell) -> float | None:
+        return 100 * balanced_accuracy(comparison.top1.values[cell], labels) if unequal else None
+
+    def train_loss(cell: Cell) -> float | None:
+        return fmean(losses[cell.arm]) if losses[cell.arm] else None
+
     unequal = counts.max() >= UNEQUAL * counts.min()
     columns: Columns = [
         *name_columns(),
-        accuracy,
-        *([over_seeds] if found.seeds > 1 else []),
-        *(balanced if unequal else []),
+        *comparison.top1.columns,
+        (Column("balanced", "Balanced accuracy", "%", 1), balanced),
         (VERDICT, decided),
         (with_interval("gap", "Behind the best", "points", 1), gap),
-        (Column("val_loss", "Validation loss", digits=3), lambda name: loss(runs[name])),
-        (
-            Column("train_loss", "Training loss, last epoch", digits=3),
-            lambda name: last_train_loss(runs[name])["train_loss"],
-        ),
-        *(train_spread if found.seeds > 1 else []),
+        (Column("val_loss", "Validation loss", digits=3), lambda cell: loss(groups[cell.arm])),
+        (Column("train_loss", "Training loss, last epoch", digits=3), train_loss),
+        (Column("train_spread", "± over seeds", digits=3), lambda cell: spread(losses[cell.arm])),
         *extra,
     ]
     told = [
-        f"{about_intervals(found.seeds)} {found.examples:,} examples.",
+        f"{about_intervals(conclusion.seeds)} {conclusion.examples:,} examples.",
         "Behind the best: paired differences, with intervals that are simultaneous over all pairs (max-T, nominally "
         "95 %). An encoding is behind if and only if its interval excludes 0.",
         "Balanced accuracy: the mean over classes of the accuracy on each." if unequal else "",
         note,
-        ABOUT_TRAIN_LOSS,
+        "Training loss is the mean over the last epoch before each step, augmented and regularised.",
     ]
-    return table_of(title, columns, runs, " ".join(filter(None, told)))
+    return table_of(title, columns, comparison.top1.values, " ".join(filter(None, told)))
 
 
 def accuracy_figures(comparison: Comparison) -> list[Figure]:
     """Build the figures of accuracy: at the end of training, and after every epoch."""
-    return [top1_by_encoding(comparison.rights, comparison.conclusion.chance), top1_curves(comparison.groups)]
+    return [top1_by_encoding(comparison.top1, comparison.conclusion.chance), top1_curves(comparison.groups)]

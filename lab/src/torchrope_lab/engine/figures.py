@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from torchrope_lab.engine.estimates import cells, top1_cells
+from torchrope_lab.engine.long_table import Cell, Columns, RightOrWrong, row_of
 from torchrope_lab.engine.runs import Trained
 from torchrope_lab.results import Axis, Figure, Row, Value
 
@@ -26,10 +26,12 @@ def figure(
     kind: Literal["lines", "points", "bars"] = "lines",
     series: str = "name",
     panel: str | None = None,
-    low: str | None = None,
-    high: str | None = None,
 ) -> Figure:
     """Build a figure with a line, or marks, for each series and a small figure for each panel, both keys of rows."""
+    # Intervals are those of rows: "low" and "high", or of the key of an axis.
+    keys = {key for row in rows for key in row}
+    pairs = [("low", "high"), *((f"{axis.key}_low", f"{axis.key}_high") for axis in (x, y))]
+    low, high = next((pair for pair in pairs if keys.issuperset(pair)), (None, None))
     axes = (f"{axis.title.lower()}{f' in {axis.unit}' if axis.unit else ''}" for axis in (y, x))
     alt = f"{title}: {' by '.join(axes)}, {len({row[series] for row in rows})} series"
     alt += f" in {len({row[panel] for row in rows})} panels" if panel else ""
@@ -37,12 +39,17 @@ def figure(
     return Figure(name, kind, title, alt, x, y, rows, series, panel, low, high, caption=caption)
 
 
-def top1_by_encoding(rights: Mapping[str, np.ndarray], chance: float) -> Figure:
-    """Build a figure of top-1 with intervals, in decreasing order, from right or wrong `(seeds, examples)`."""
-    ordered = sorted(rights, key=lambda name: (-rights[name].mean(), name))
-    rows = [{"name": name, **top1_cells(rights[name])} for name in ordered]
+def marks(cells: Iterable[Cell], columns: Columns, level: str = "") -> list[Row]:
+    """Return a row for each cell: its arm as "name", its level under a key, and columns."""
+    return [{"name": cell.arm, **({level: cell.level} if level else {}), **row_of(columns, cell)} for cell in cells]
+
+
+def top1_by_encoding(top1: RightOrWrong, chance: float) -> Figure:
+    """Build a figure of top-1 with intervals, in decreasing order."""
+    ordered = sorted(top1.values, key=lambda cell: (-top1.values[cell].mean(), cell))
     caption = f"Lines are 95 % intervals. The best constant prediction has {100 * chance:.1f} %."
-    return figure("top1", "Accuracy", TOP1_AXIS, ENCODING_AXIS, rows, caption, kind="points", low="low", high="high")
+    rows = marks(ordered, top1.columns)
+    return figure("top1", "Accuracy", TOP1_AXIS, ENCODING_AXIS, rows, caption, kind="points")
 
 
 def top1_curves(groups: Mapping[str, Sequence[Trained]]) -> Figure:
@@ -53,9 +60,7 @@ def top1_curves(groups: Mapping[str, Sequence[Trained]]) -> Figure:
         for epoch, mean, low, high in over_epochs(runs, "val_top1")
     ]
     caption = "Mean over training runs; bands are from the lowest to the highest."
-    return figure(
-        "curves", "Accuracy while training", Axis("epoch", "Epoch"), TOP1_AXIS, rows, caption, low="low", high="high"
-    )
+    return figure("curves", "Accuracy while training", Axis("epoch", "Epoch"), TOP1_AXIS, rows, caption)
 
 
 def over_epochs(runs: Sequence[Trained], key: str) -> list[tuple[int, float, float, float]]:
@@ -69,7 +74,7 @@ def over_epochs(runs: Sequence[Trained], key: str) -> list[tuple[int, float, flo
     return found
 
 
-Point = tuple[str, str, float, Sequence[float | None]]
+Point = tuple[str, str, float, Sequence[float | None] | None]
 """Series, panel, x, and an estimate with the ends of its interval."""
 
 
@@ -77,12 +82,11 @@ def line_figure(
     x: Axis, y: Axis, points: Iterable[Point], *, panel: str | None = None, panels: bool = True, **shown: Any
 ) -> Figure:
     """Build a figure of lines through estimates with intervals, with a small figure by panel if `panels`."""
-    rows: list[Row] = [
-        {"name": series, **({panel: part} if panel else {}), x.key: at, **cells(y.key, found)}
-        for series, part, at, found in points
-    ]
-    low, high = f"{y.key}_low", f"{y.key}_high"
-    return figure(x=x, y=y, rows=rows, panel=panel if panels else None, low=low, high=high, **shown)
+    rows: list[Row] = []
+    for series, part, at, found in points:
+        y_cells = dict(zip((y.key, f"{y.key}_low", f"{y.key}_high"), found or (None,) * 3, strict=True))
+        rows.append({"name": series, **({panel: part} if panel else {}), x.key: at, **y_cells})
+    return figure(x=x, y=y, rows=rows, panel=panel if panels else None, **shown)
 
 
 def cells_figure(x: Axis, y: Axis, colour: Axis, cells: Iterable[Sequence[Value]], **shown: Any) -> Figure:

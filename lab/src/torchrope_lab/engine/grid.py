@@ -1,36 +1,38 @@
 """Studies of one factor: encodings are trained at every level of it, and sections of the report compare the runs."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from math import log2
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import numpy as np
-
-from torchrope_lab.conclusion import Interval, join_names
+from torchrope_lab.conclusion import join_names
 from torchrope_lab.engine.estimates import (
-    SIMULTANEOUS,
-    VERDICT,
-    Columns,
-    about_intervals,
     best_epoch,
-    cells,
-    change_sentence,
     concluded,
-    contrasts,
     correct,
     loss,
-    name_columns,
     simultaneous_intervals,
-    table_of,
-    top1_cells,
-    top1_columns,
     trend,
     verdict,
-    verdict_of,
+)
+from torchrope_lab.engine.figures import TOP1_AXIS, figure, marks
+from torchrope_lab.engine.long_table import (
+    ONLY,
+    SIMULTANEOUS,
+    VERDICT,
+    Cell,
+    Changes,
+    Columns,
+    Level,
+    Pairs,
+    RightOrWrong,
+    change_columns,
+    change_sentence,
+    name_columns,
+    table_of,
     with_interval,
 )
-from torchrope_lab.engine.figures import TOP1_AXIS, figure
 from torchrope_lab.engine.reference import (
     AHEAD_OF_MIXED,
     WITH_SAME,
@@ -42,33 +44,13 @@ from torchrope_lab.engine.reference import (
 from torchrope_lab.engine.runs import MeasuresOf, Run, Trained
 from torchrope_lab.engine.study import Lab, feasible
 from torchrope_lab.mistakes import Mistake
-from torchrope_lab.results import Axis, Column, Figure, Findings, Table
+from torchrope_lab.results import Axis, Column, Findings, Table
 from torchrope_lab.statistics import constant_accuracy
 from torchrope_lab.training.cost import count_encoding_parameters
 
-Level = float | str
 Levels = Mapping[Level, Mapping[str, Any]]
 """Settings of `Lab.run` by level, such as `{"mean": {"model": {"pool": "mean"}}}`."""
-Plan = Mapping[str, Mapping[Level, Sequence[Run]]]
-Grid = dict[str, dict[Level, list[Trained]]]
-"""Runs over seeds, by encoding and level."""
-Changes = Mapping[tuple[str, Level], Interval]
-"""Differences in points by encoding and level, or slopes with the level "", at 5 % over all of them."""
-ONLY: Level = ""
-"""The level of a study that compares encodings alone."""
-
-
-class Cell(NamedTuple):
-    """Runs over seeds of an encoding at a level."""
-
-    name: str
-    level: Level
-    runs: Sequence[Trained] = ()
-
-    @property
-    def right(self) -> np.ndarray:
-        """Correct (1) and wrong (0) answers, `(seeds, examples)`."""
-        return correct(self.runs)
+ABOUT_TOP1 = "Intervals are 95 % over validation examples."
 
 
 @dataclass(frozen=True)
@@ -89,9 +71,9 @@ class Factor:
 
     @property
     def columns(self) -> Columns:
-        """Columns of encoding, name and level, for cells; without a level for a study that compares encodings alone."""
+        """Columns of encoding, name and level; without a level for a study that compares encodings alone."""
         level = Column(self.key, self.title, self.unit, None if self.scale == "category" else 0)
-        return (*NAME_COLUMNS, (level, lambda cell: cell.level)) if self.key else NAME_COLUMNS
+        return (*name_columns(), (level, lambda cell: cell.level)) if self.key else name_columns()
 
     @property
     def axis(self) -> Axis:
@@ -101,49 +83,55 @@ class Factor:
 
 @dataclass(frozen=True)
 class Results:
-    """Finished runs of a study, for its sections; `reference` is empty if the study has none."""
+    """Finished runs of a study, for its sections.
+
+    Attributes:
+        lab: Settings and data.
+        runs: Runs over seeds of every cell, by encoding, then level.
+        factor: The factor.
+        reference: The encoding to compare with; empty if the study has none.
+    """
 
     lab: Lab
-    grid: Grid
+    runs: Mapping[Cell, Sequence[Trained]]
     factor: Factor
     reference: str = ""
 
+    @cached_property
+    def top1(self) -> RightOrWrong:
+        """The answers of all cells."""
+        return RightOrWrong({cell: correct(runs) for cell, runs in self.runs.items()})
+
     @property
-    def cells(self) -> list[Cell]:
-        """Cells of the grid, by encoding, then level."""
-        return [Cell(*each) for each in _each(self.grid)]
+    def arms(self) -> list[str]:
+        """The encodings."""
+        return list(dict.fromkeys(cell.arm for cell in self.runs))
 
     @property
     def chance(self) -> float:
         """Accuracy of the best constant prediction."""
-        return constant_accuracy(self.cells[0].runs[0].labels)
+        return constant_accuracy(next(iter(self.runs.values()))[0].labels)
 
     @property
     def about_top1(self) -> str:
         """A sentence on the intervals of top-1, for the note of a table."""
         return about_intervals(len(self.lab.seeds))
 
+    def levels(self, arm: str) -> list[Level]:
+        """Return the levels of an encoding."""
+        return [cell.level for cell in self.runs if cell.arm == arm]
+
+    def against(self, arm: str) -> Pairs:
+        """Pair the cells of all other encodings with an encoding at the same level."""
+        return self.top1.against_arms(all_but(arm, self.arms))
+
     def table(self, title: str, columns: Columns, note: str = "", cells: Sequence[Cell] | None = None) -> Table:
         """Build a table of cells, by default all: their encodings and levels, and more columns."""
-        return table_of(title, (*self.factor.columns, *columns), self.cells if cells is None else cells, note)
+        return table_of(title, (*self.factor.columns, *columns), self.runs if cells is None else cells, note)
 
-    def change_table(
-        self, title: str, changes: Changes, heading: str, note: str = "", key: str = "change"
-    ) -> list[Table]:
-        """Build a table of differences, with the heading and key of their column; none if there are none."""
-        cells = [Cell(*name_and_level) for name_and_level in changes]
-        columns = change_columns(changes, heading, key)
-        return [self.table(title, columns, f"{SIMULTANEOUS} {note}".strip(), cells)] if changes else []
-
-    def right_at(self, level: Level) -> dict[str, np.ndarray]:
-        """Return answers at a level, `(seeds, examples)`, by encoding."""
-        return {cell.name: cell.right for cell in self.cells if cell.level == level}
-
-    def changes(self, other: Callable[[str, Level], tuple[str, Level]]) -> Changes:
-        """Compute the accuracy of every cell minus that of another, if there is one, in points, paired by example."""
-        right = {(cell.name, cell.level): cell.right for cell in self.cells}
-        pairs = {key: other(*key) for key in right if other(*key) != key}
-        return contrasts({key: (right[key], right[base]) for key, base in pairs.items() if base in right})
+    def change_table(self, title: str, changes: Changes, heading: str, note: str = "") -> Table:
+        """Build a table of differences, with the heading of their column."""
+        return self.table(title, change_columns(changes, heading), f"{SIMULTANEOUS} {note}".strip(), [*changes])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,40 +188,33 @@ class OneFactor:
         if self.reference:
             names = list(dict.fromkeys([reference, *names]))
         levels = self.levels(lab) if callable(self.levels) else self.levels
-        plan = {name: {level: self.runs(lab, name, level, levels[level]) for level in levels} for name in names}
-        grid = train_grid(lab, plan, self.measures, further=self.further(lab))
-        results = Results(lab, grid, self.factor, reference)
+        plan = {Cell(name, at): self.runs(lab, name, at, levels[at]) for name in names for at in levels}
+        trained = train_cells(lab, plan, self.measures, further=self.further(lab))
+        results = Results(lab, trained, self.factor, reference)
         sections = [section(results) for section in self.sections]
 
         def joined(kind: str) -> list[Any]:
             return [part for section in sections for part in getattr(section, kind)]
 
         answer = next((section.answer for section in sections if section.answer), "")
+        measure = self.measure.format(reference=described(reference) if reference else "")
         return Findings(
-            answer=answer or self._sentence(sections[0].changes, results),
+            answer=answer or change_sentence(self.claim, measure, sections[0].changes, len(lab.seeds)),
             **{kind: joined(kind) for kind in ("tables", "figures", "pictures")},
         )
 
-    def _sentence(self, changes: Changes, results: Results) -> str:
-        single = len({level for _, level in changes}) == 1
-        moved = {name if single else f"{name} ({level})": change for (name, level), change in changes.items()}
-        measure = self.measure.format(reference=described(results.reference) if results.reference else "")
-        return change_sentence(self.claim, measure, moved, len(results.lab.seeds))
 
-
-def train_grid(lab: Lab, plan: Plan, measures: MeasuresOf = lambda _: (), *, further: bool = False) -> Grid:
-    """Train the cells of a grid, except those whose model cannot be built."""
-    trainable: dict[str, dict[Level, Sequence[Run]]] = {}
-    for name, level, runs in _each(plan):
-        if possible := feasible(lab, runs, "" if level == ONLY else f"At {level}: "):
-            trainable.setdefault(name, {})[level] = possible
-    if not trainable:
+def train_cells(
+    lab: Lab, plan: Mapping[Cell, Sequence[Run]], measures: MeasuresOf = lambda _: (), *, further: bool = False
+) -> dict[Cell, list[Trained]]:
+    """Train the runs of cells, except those whose model cannot be built."""
+    possible = {
+        cell: feasible(lab, runs, "" if cell.level == ONLY else f"At {cell.level}: ") for cell, runs in plan.items()
+    }
+    if not any(possible.values()):
         raise Mistake(f"no model of the study can be built: {' '.join(lab.left_out)}")
-    trained = iter(lab.train([run for _, _, runs in _each(trainable) for run in runs], measures, further=further))
-    grid: Grid = {}
-    for name, level, runs in _each(trainable):
-        grid.setdefault(name, {})[level] = [next(trained) for _ in runs]
-    return grid
+    trained = iter(lab.train([run for runs in possible.values() for run in runs], measures, further=further))
+    return {cell: [next(trained) for _ in runs] for cell, runs in possible.items() if runs}
 
 
 # ---- sections
@@ -253,18 +234,35 @@ class Accuracy:
 
     def __call__(self, results: Results) -> Section:
         """Build the table and the figure."""
-        at_level = {cell.level: concluded(results.right_at(cell.level), results.chance) for cell in results.cells}
-        best = (Column("best_epoch", "Best epoch", "%", 1), lambda cell: best_epoch(cell.runs))
+        rights = results.top1.values
+        at_level = {
+            level: concluded({cell.arm: rights[cell] for cell in rights if cell.level == level}, results.chance)
+            for level in {cell.level for cell in rights}
+        }
+
+        def best(cell: Cell) -> float | None:
+            return best_epoch(results.runs[cell]) if self.best_epoch else None
+
         columns = (
-            *TOP1_COLUMNS,
-            *([best] if self.best_epoch else []),
-            (Column("val_loss", "Validation loss", digits=3), lambda cell: loss(cell.runs)),
-            (VERDICT, lambda cell: verdict(at_level[cell.level], cell.name)),
+            *results.top1.columns,
+            (Column("best_epoch", "Best epoch", "%", 1), best),
+            (Column("val_loss", "Validation loss", digits=3), lambda cell: loss(results.runs[cell])),
+            (VERDICT, lambda cell: verdict(at_level[cell.level], cell.arm)),
         )
         notes = (results.about_top1, self.note, "Verdicts compare the encodings of one level.")
-        by_level = top1_figure(results)
-        table = results.table(by_level.title, columns, " ".join(filter(None, notes)))
-        return Section(tables=[table], figures=[by_level])
+        factor = results.factor
+        by_level = figure(
+            f"top1-by-{factor.key.replace('_', '-')}",
+            f"Top-1 by {factor.title.lower()}",
+            factor.axis,
+            TOP1_AXIS,
+            marks(results.runs, results.top1.columns, factor.key),
+            ABOUT_TOP1,
+            kind="points" if factor.scale == "category" else "lines",
+        )
+        return Section(
+            tables=[results.table(by_level.title, columns, " ".join(filter(None, notes)))], figures=[by_level]
+        )
 
 
 @dataclass(frozen=True)
@@ -281,12 +279,10 @@ class AgainstLevel:
 
     def __call__(self, results: Results) -> Section:
         """Compare the levels."""
-
-        def other(name: str, level: Level) -> tuple[str, Level]:
-            return name, min(results.grid[name], key=float) if self.base is None else self.base
-
-        changes = results.changes(other)
-        return Section(changes=changes, tables=results.change_table(self.title, changes, "Better by"))
+        lowest = {arm: min(results.levels(arm), key=float) if self.base is None else self.base for arm in results.arms}
+        pairs = {cell: Cell(cell.arm, lowest[cell.arm]) for cell in results.runs if cell.level != lowest[cell.arm]}
+        changes = results.top1.changes(pairs)
+        return Section(changes=changes, tables=[results.change_table(self.title, changes, "Better by")])
 
 
 @dataclass(frozen=True)
@@ -301,7 +297,7 @@ class AgainstReference:
 
     def __call__(self, results: Results) -> Section:
         """Compare the encodings."""
-        return lead_section(results, leads(results, all_but(results.reference, results.grid)), self.same)
+        return lead_section(results, results.top1.changes(results.against(results.reference)), self.same)
 
 
 @dataclass(frozen=True)
@@ -310,9 +306,9 @@ class AgainstMixed:
 
     def __call__(self, results: Results) -> Section:
         """Compare the encodings; pairs with the reference are left out: another table shows them."""
-        ahead = leads(results, mixed_counterparts(results.grid, results.reference))
-        tables = results.change_table(AHEAD_OF_MIXED, ahead, "Ahead", WITH_SAME)
-        return Section(changes=ahead, tables=tables)
+        others = mixed_counterparts(results.arms, results.reference)
+        ahead = results.top1.changes(results.top1.against_arms(others))
+        return Section(changes=ahead, tables=[results.change_table(AHEAD_OF_MIXED, ahead, "Ahead", WITH_SAME)])
 
 
 @dataclass(frozen=True)
@@ -326,86 +322,37 @@ class Slope:
 
     def __call__(self, results: Results) -> Section:
         """Fit the slopes."""
-        slopes = trends(results.grid, self.x, results.reference if self.of_lead else None)
-        columns = (
-            *NAME_COLUMNS,
-            (with_interval("trend", self.heading, "points", 2), lambda cell: slopes[cell.name]),
-            (VERDICT, lambda cell: verdict_of(slopes[cell.name], "rises", "falls", "not significant")),
-        )
-        table = table_of(self.title, columns, [Cell(name, "") for name in slopes], SIMULTANEOUS)
-        return Section(changes={(name, ""): slope for name, slope in slopes.items()}, tables=[table])
+        found = slopes(results, self.x, results.reference if self.of_lead else None)
+        changed = change_columns(found, self.heading, "trend", digits=2, words=("rises", "falls"))
+        return Section(changes=found, tables=[table_of(self.title, (*name_columns(), *changed), found, SIMULTANEOUS)])
+
+
+def slopes(results: Results, x: Callable[[float], float] = log2, reference: str | None = None) -> Changes:
+    """Compute the slope of top-1, or of the lead over a reference, in points per unit of x, with two levels or more."""
+    found, rights = {}, results.top1.values
+    for arm in results.arms:
+        shared = [level for level in results.levels(arm) if reference is None or Cell(reference, level) in rights]
+        if arm == reference or len(shared) < 2:
+            continue
+        of_arm = [rights[Cell(arm, level)] for level in shared]
+        if reference is not None:
+            others = [rights[Cell(reference, level)] for level in shared]
+            seeds = min(map(len, (*of_arm, *others)))
+            of_arm = [mine[:seeds] - theirs[:seeds] for mine, theirs in zip(of_arm, others, strict=True)]
+        found[Cell(arm)] = trend([x(float(level)) for level in shared], of_arm)
+    return simultaneous_intervals(found)
 
 
 def parameters(results: Results) -> Section:
     """Show the parameters of the encodings in every cell."""
-    count = Column("parameters", "Parameters of the encodings", digits=0)
-    columns = ((count, lambda cell: count_encoding_parameters(results.lab.blueprint(cell.runs[0].run))),)
-    title, note = "Learned parameters of the encodings", "Counted over all layers and heads."
-    return Section(tables=[results.table(title, columns, note)])
+    columns = [(Column("parameters", "Parameters of the encodings", digits=0), partial(encoding_parameters, results))]
+    note = "Counted over all layers and heads."
+    return Section(tables=[results.table("Learned parameters of the encodings", columns, note)])
 
 
-# ---- differences
-
-
-def leads(results: Results, others: Mapping[str, str]) -> Changes:
-    """Compute the accuracy of encodings minus that of others at the same level, in points, on the same examples."""
-    return results.changes(lambda name, level: (others.get(name, ""), level))
-
-
-def baseline_changes(results: Results, encoding: str) -> Changes:
-    """Train an encoding with the study's settings; return the accuracy of every other cell minus that of its runs."""
-    trained = results.lab.train(results.lab.runs([encoding]))
-    others = [cell for cell in results.cells if cell.runs[0].run.key != trained[0].run.key]
-    return contrasts({(cell.name, cell.level): (cell.right, correct(trained)) for cell in others})
-
-
-def trends(grid: Grid, x: Callable[[float], float] = log2, reference: str | None = None) -> dict[str, Interval]:
-    """Compute the slope of top-1, or of the lead over a reference, in points per unit of x, with two levels or more."""
-    slopes = {}
-    for name, levels in grid.items():
-        shared = [level for level in levels if reference is None or level in grid[reference]]
-        if name != reference and len(shared) > 1:
-            rights = [correct(levels[level]) for level in shared]
-            if reference is not None:
-                others = [correct(grid[reference][level]) for level in shared]
-                seeds = min(map(len, (*rights, *others)))
-                rights = [mine[:seeds] - theirs[:seeds] for mine, theirs in zip(rights, others, strict=True)]
-            slopes[name] = trend([x(float(level)) for level in shared], rights)
-    return simultaneous_intervals(slopes)
-
-
-# ---- tables and figures
-
-ABOUT_TOP1 = "Intervals are 95 % over validation examples."
-NAME_COLUMNS = name_columns(lambda cell: cell.name)
-TOP1_COLUMNS = top1_columns(lambda cell: cell.right)
-
-
-def change_columns(changes: Changes, heading: str, key: str = "change") -> Columns:
-    """Return columns of the differences of cells, and of verdicts; a cell without a difference is the baseline."""
-
-    def written(cell: Cell) -> str:
-        change = changes.get((cell.name, cell.level))
-        return "the baseline" if change is None else verdict_of(change)
-
-    column = with_interval(key, heading, "points", 1)
-    return (column, lambda cell: changes.get((cell.name, cell.level))), (VERDICT, written)
-
-
-def top1_figure(results: Results) -> Figure:
-    """Build a figure of top-1 over the factor, one line per encoding; points if levels are names."""
-    factor = results.factor
-    return figure(
-        f"top1-by-{factor.key.replace('_', '-')}",
-        f"Top-1 by {factor.title.lower()}",
-        factor.axis,
-        TOP1_AXIS,
-        [{"name": cell.name, factor.key: cell.level, **top1_cells(cell.right)} for cell in results.cells],
-        ABOUT_TOP1,
-        kind="points" if factor.scale == "category" else "lines",
-        low="low",
-        high="high",
-    )
+def encoding_parameters(results: Results, cell: Cell) -> int:
+    """Count the parameters of the encodings of a cell's model."""
+    return count_encoding_parameters(results.lab.blueprint(results.runs[cell][0].run))
 
 
 def lead_section(results: Results, ahead: Changes, same: str) -> Section:
@@ -416,16 +363,14 @@ def lead_section(results: Results, ahead: Changes, same: str) -> Section:
         f"Ahead of {described(reference)}",
         factor.axis,
         Axis("lead", "Ahead", "points"),
-        [{"name": name, factor.key: level, **cells("lead", change)} for (name, level), change in ahead.items()],
+        marks(ahead, [(with_interval("lead", "Ahead"), ahead.get)], factor.key),
         f"Zero is {described(reference, 'the')} with {same}. {SIMULTANEOUS}",
-        low="lead_low",
-        high="lead_high",
     )
-    return Section(changes=ahead, tables=results.change_table(lead.title, ahead, "Ahead"), figures=[lead])
+    return Section(changes=ahead, tables=[results.change_table(lead.title, ahead, "Ahead")], figures=[lead])
 
 
-def _each(grid: Mapping[str, Mapping[Level, Any]]) -> Iterator[tuple[str, Level, Any]]:
-    """Yield encoding, level and cell of a grid."""
-    for name, levels in grid.items():
-        for level, cell in levels.items():
-            yield name, level, cell
+def about_intervals(seeds: int) -> str:
+    """Describe the intervals of top-1, for the note of a table."""
+    if seeds == 1:
+        return "Intervals are 95 % over validation examples, for the models that were trained."
+    return f"Intervals are 95 % over validation examples and {seeds} seeds; ± is the standard deviation over seeds."

@@ -1,13 +1,15 @@
 """Where accuracy first reaches that of a reference, over epochs or over the amount of data, with bootstrap draws."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf, isinf
 
 import numpy as np
 
-from torchrope_lab.conclusion import Interval
-from torchrope_lab.engine.estimates import ends, first_reach
+from torchrope_lab.conclusion import Interval, caveat
+from torchrope_lab.engine.estimates import ends, first_reach, simultaneous_intervals, verdict_of
+from torchrope_lab.engine.long_table import Cell, Changes, format_interval
+from torchrope_lab.engine.reference import described
 
 
 @dataclass(frozen=True)
@@ -49,3 +51,34 @@ class Reach:
         ratios = np.divide(other.drawn, self.drawn, out=np.ones_like(self.drawn), where=~neither)
         with np.errstate(divide="ignore"):
             return Reach(np.log(other.measured / self.measured), np.log(ratios))
+
+
+def factors(reach: Mapping[str, Reach], others: Mapping[str, str]) -> Changes:
+    """Compute how many times as early arms reach the target as others, of pairs that both do, as logarithms."""
+    pairs = {name: other for name, other in others.items() if not (reach[name].missed or reach[other].missed)}
+    return simultaneous_intervals({Cell(name): reach[name].log_ratio(reach[other]) for name, other in pairs.items()})
+
+
+def times(found: Interval) -> Interval:
+    """Return a factor from its logarithm."""
+    return Interval(*np.exp(found).tolist())
+
+
+def reach_verdict(reach: Mapping[str, Reach], found: Changes, cell: Cell, words: tuple[str, str]) -> str:
+    """Return the verdict on a factor of `factors` to the reference, in words for sooner and later."""
+    if cell in found:
+        return verdict_of(found[cell], *words)
+    if not reach[cell.arm].missed:
+        return "the reference"
+    return "does not reach it" if reach[cell.arm].never else "not significant"
+
+
+def reach_sentence(how: str, reference: str, found: Changes, compared: int, seeds: int) -> str:
+    """Say how many of the compared arms reach the accuracy of the reference in less, and which in least."""
+    target = f"the final accuracy of {described(reference)} {how} than it does"
+    less = {cell.arm: times(factor) for cell, factor in found.items() if factor.low > 0}
+    if not less:
+        return f"This run cannot tell whether any encoding reaches {target}.{caveat(seeds)}"
+    first = max(less, key=lambda arm: less[arm].estimate)
+    factor = f"{first} by a factor of {format_interval(less[first])}"
+    return f"{len(less)} of {compared} encodings significantly reach {target}, {factor}.{caveat(seeds)}"

@@ -75,4 +75,4 @@ def _findings(cells: dict[str, Any], settings: dict[str, Any], curve: list[dict[
         answer = f"encoding {named['name']}, seed {named['seed']} reached {cells['measure']} {cells['quality']:.1f} %."
     note = "The interval is that of `torchrope evaluate`, where the run was evaluated with its own settings."
     rows = [{**named, **cells, "epochs": len(curve)}]
-    return Findings(answer, [Table("Run", columns, rows, note=note)], [figure] if figure.rows else [])
+    return Findings(answer, [Table("Run", columns, rows, note=note)], [figure])

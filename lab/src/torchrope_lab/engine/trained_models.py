@@ -17,7 +17,8 @@ from torchrope.models import Swin, Transformer, ViT
 from torchrope.positions import PerAxis
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.engine.descriptions import label, label_of
-from torchrope_lab.engine.estimates import NAMES, Columns, by_encoding
+from torchrope_lab.engine.estimates import by_encoding
+from torchrope_lab.engine.long_table import Cell
 from torchrope_lab.engine.runs import Measure, Run
 from torchrope_lab.engine.study import Lab, feasible
 from torchrope_lab.mistakes import Mistake
@@ -131,11 +132,10 @@ class Measures:
     name: str
     title: str
     results: Sequence[Result]  # one per seed
-    part: str = ""  # key of the part of the results that these are, such as a state of the models; empty for all
 
-    def at(self, part: str) -> "Measures":
-        """Return the measures under a key of the results."""
-        return replace(self, results=[result[part] for result in self.results], part=part)
+    def at(self, level: str = "") -> Cell:
+        """Return the cell of these models at a level."""
+        return Cell(self.name, level)
 
     def stack(self, *keys: str) -> np.ndarray:
         """Stack the values under nested keys, `(seeds, ...)`; NaN where they are missing."""
@@ -144,10 +144,6 @@ class Measures:
     def pool(self, *keys: str) -> np.ndarray:
         """Concatenate the lists under nested keys, `(seeds · entries, ...)`; NaN where a value is missing."""
         return np.array([entry for result in self.results for entry in reduce(getitem, keys, result)], dtype=float)
-
-
-NAME_COLUMNS: Columns = ((NAMES[0], lambda measures: measures.title), (NAMES[1], lambda measures: measures.name))
-"""Columns of a table whose items are `Measures`."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Mean distance and entropy of attention by layer, at several input sizes (RoPE-ViT figures 2 and 3)."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,27 +13,24 @@ from torch import Tensor, nn
 from torchrope.attention import Attention
 from torchrope.models import ViT
 from torchrope.positions import grid
-from torchrope_lab.conclusion import NOT_DIFFERENT, caveat
+from torchrope_lab.conclusion import caveat
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.transforms import resize
-from torchrope_lab.engine.estimates import (
+from torchrope_lab.engine.estimates import drawn_mean
+from torchrope_lab.engine.figures import Point, line_figure
+from torchrope_lab.engine.long_table import (
     NONE_POSSIBLE,
-    Columns,
-    drawn_mean,
-    estimate_in,
-    format_interval,
-    mean_column,
-    rank,
-    simultaneous_intervals,
+    Cell,
+    Quantity,
+    name_columns,
+    ranking,
     table_of,
-    tied_with,
     with_interval,
 )
-from torchrope_lab.engine.figures import Point, line_figure
-from torchrope_lab.engine.reference import with_reference
+from torchrope_lab.engine.reference import all_but, with_reference
 from torchrope_lab.engine.runs import Measure
 from torchrope_lab.engine.study import Lab
-from torchrope_lab.engine.trained_models import NAME_COLUMNS, Measures, Models, select_models
+from torchrope_lab.engine.trained_models import Models, select_models
 from torchrope_lab.mistakes import Mistake
 from torchrope_lab.results import Axis, Column, Figure, Findings
 from torchrope_lab.settings.study_config import LEARNED
@@ -41,8 +38,8 @@ from torchrope_lab.training.evaluate import data_at_size, resampled_spacing, sca
 from torchrope_lab.training.models import on_lattice
 
 Size = tuple[int, ...]
-AtSizes = Mapping[str, Sequence[Measures]]
-"""Measures by input size, "8x8"."""
+ByLayer = Mapping[Cell, np.ndarray]
+"""Values `(seeds, layers, examples)` by encoding and input size, "8x8"."""
 Lattices = Mapping[str, Sequence[int]]
 """Patches along each axis by input size."""
 
@@ -50,7 +47,12 @@ SCALES = (128 / 224, 384 / 224)
 EXAMPLES = 512
 SCORES = 2**25  # in memory at a time
 UNIFORM = "uniform attention"
-KEYS = ("distance", "entropy", "front")
+QUANTITIES = {
+    "distance": with_interval("distance", "Distance", "patches", 2),
+    "entropy": with_interval("entropy", "Entropy", "nats", 2),
+    "front": with_interval("front", "Weight on class and register tokens", "%", 1),
+}
+KEYS = tuple(QUANTITIES)
 
 
 def find(lab: Lab) -> Findings:
@@ -71,15 +73,31 @@ def find(lab: Lab) -> Findings:
     measured = models.measure(lambda _: Measure(key, here), lambda file: here(file.model.to(device), lab.data))
     if not measured:
         return Findings(models.unmeasured(NONE_POSSIBLE))
-    found = {size: [each.at(size) for each in measured] for size in lattices}
-    items = [each for at in found.values() for each in at]
-    columns = _columns(found, lattices, reference)
-    table = table_of("Attention by input size, mean over layers", columns, items, _note(lab.data, reference))
-    at = _name(lab.data.input_size)
+    layers = {kind: {each.at(size): each.stack(size, kind) for size in lattices for each in measured} for kind in KEYS}
+    quantities = {
+        kind: Quantity({cell: values.mean(axis=1) for cell, values in layers[kind].items()}, shown)
+        for kind, shown in QUANTITIES.items()
+    }
+    distance, entropy, front = quantities.values()
+    further = distance.changes_by_level(distance.against_arms(all_but(reference, [each.name for each in measured])))
+    furthest = {size: distance.ranks(size) for size in lattices}
+    sharpest = {size: entropy.ranks(size, lowest=True) for size in lattices}
+    columns = (
+        *name_columns(titles={each.name: each.title for each in measured}),
+        (Column("size", "Input size"), lambda cell: _shown(cell.level)),
+        distance.column,
+        (Column("furthest", "Distance, verdict"), lambda cell: furthest[cell.level][cell]),
+        (with_interval("beside", f"Further than {reference}", "patches", 2), further.get),
+        entropy.column,
+        (Column("sharpest", "Least entropy, verdict"), lambda cell: sharpest[cell.level][cell]),
+        front.column,
+    )
+    at, title = _name(lab.data.input_size), "Attention by input size, mean over layers"
+    claim = f"At {_shown(at)} attention distance is largest"
     return Findings(
-        answer=_answer(at, [row for row in table.rows if row["size"] == _shown(at)], len(lab.seeds)),
-        tables=[table],
-        figures=[_figure(kind, found, lattices, at) for kind in ("distance", "entropy")],
+        answer=f"{ranking(claim, furthest[at], distance.interval, ' patches', 2)}.{caveat(len(lab.seeds))}",
+        tables=[table_of(title, columns, distance.values, _note(lab.data, reference))],
+        figures=[_figure(kind, layers[kind], lattices, at) for kind in ("distance", "entropy")],
     )
 
 
@@ -195,42 +213,9 @@ def _shown(size: str) -> str:
     return size.replace("x", " × ")
 
 
-def _over_layers(found: Measures, key: str, factor: float = 1.0) -> np.ndarray:
-    """Compute the mean over layers, times a factor, `(seeds, examples)`."""
-    return factor * found.stack(key).mean(axis=1)
-
-
 def _uniform(lattice: Sequence[int]) -> dict[str, float]:
     """Compute distance and entropy of uniform attention."""
     return {"distance": distances(lattice).mean().item(), "entropy": math.log(math.prod(lattice))}
-
-
-def _columns(found: AtSizes, lattices: Lattices, reference: str) -> Columns:
-    furthest, sharpest, further = {}, {}, {}
-    for size, at in found.items():
-        distance = {each.name: drawn_mean(_over_layers(each, "distance")) for each in at}
-        furthest[size] = rank(distance)
-        sharpest[size] = rank({each.name: drawn_mean(_over_layers(each, "entropy", -1)) for each in at})
-        base = distance.pop(reference, None)
-        further[size] = simultaneous_intervals({name: own - base for name, own in distance.items() if base})
-
-    def of_uniform(key: str) -> Callable[[Measures], np.ndarray]:
-        uniform = {size: 100 / (_uniform(lattice)[key] or 1.0) for size, lattice in lattices.items()}
-        return lambda at: _over_layers(at, key, uniform[at.part])
-
-    in_front = "Weight on class and register tokens"
-    return (
-        *NAME_COLUMNS,
-        (Column("size", "Input size"), lambda at: _shown(at.part)),
-        mean_column("distance", "Distance", "patches", 2, lambda at: _over_layers(at, "distance")),
-        (Column("furthest", "Distance, verdict"), lambda at: furthest[at.part][at.name]),
-        (with_interval("beside", f"Further than {reference}", "patches", 2), lambda at: further[at.part].get(at.name)),
-        mean_column("relative", "Over that of uniform attention", "%", 1, of_uniform("distance")),
-        mean_column("entropy", "Entropy", "nats", 2, lambda at: _over_layers(at, "entropy")),
-        (Column("sharpest", "Least entropy, verdict"), lambda at: sharpest[at.part][at.name]),
-        mean_column("share", "Over the largest entropy", "%", 1, of_uniform("entropy")),
-        mean_column("front", in_front, "%", 1, lambda at: _over_layers(at, "front", 100)),
-    )
 
 
 def _note(data: DataModule, reference: str) -> str:
@@ -244,24 +229,14 @@ def _note(data: DataModule, reference: str) -> str:
     )
 
 
-def _answer(at: str, rows: Sequence[Mapping[str, Any]], seeds: int) -> str:
-    far, sharp = max(rows, key=lambda row: row["distance"]), min(rows, key=lambda row: row["entropy"])
-    ties = tied_with([row["name"] for row in rows if row["furthest"] == NOT_DIFFERENT and row is not far])
-    others = sum(row["sharpest"] == NOT_DIFFERENT and row is not sharp for row in rows)
-    tied = f" ({others} {NOT_DIFFERENT})" if others else ""
-    patches, nats = (format_interval(estimate_in(*each), digits=2) for each in ((far, "distance"), (sharp, "entropy")))
-    longest = f"At {_shown(at)} attention distance is largest in {far['name']}, {patches} patches{ties}"
-    return f"{longest}; entropy is lowest in {sharp['name']}, {nats} nats{tied}.{caveat(seeds)}"
-
-
-def _figure(kind: str, found: AtSizes, lattices: Lattices, trained: str) -> Figure:
+def _figure(kind: str, layers: ByLayer, lattices: Lattices, trained: str) -> Figure:
     points: list[Point] = []
-    for size, at in found.items():
-        layers = {each.name: each.stack(kind).swapaxes(0, 1) for each in at}
+    for size in lattices:
+        values = {cell.arm: each.swapaxes(0, 1) for cell, each in layers.items() if cell.level == size}
         uniform = (_uniform(lattices[size])[kind],) * 3
-        for name, values in layers.items():
-            points += [(name, _shown(size), at, drawn_mean(layer).interval()) for at, layer in enumerate(values, 1)]
-        points += [(UNIFORM, _shown(size), at + 1, uniform) for at in range(max(map(len, layers.values())))]
+        for name, by_layer in values.items():
+            points += [(name, _shown(size), at, drawn_mean(layer).interval()) for at, layer in enumerate(by_layer, 1)]
+        points += [(UNIFORM, _shown(size), at + 1, uniform) for at in range(max(map(len, values.values())))]
     title, unit = {"distance": ("Attention distance", "patches"), "entropy": ("Entropy of attention", "nats")}[kind]
     return line_figure(
         Axis("layer", "Layer"),

@@ -1,31 +1,32 @@
 """Accuracy by block size, 2 to 64, of families with blocks (LieRE figure 2a; second version, figure 4a)."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torchrope.encodings import Encoding, builders, takes
 from torchrope_lab.conclusion import join_names
 from torchrope_lab.encodings import resolve_encoding
-from torchrope_lab.engine.estimates import top1_cells
-from torchrope_lab.engine.figures import TOP1_AXIS, figure
+from torchrope_lab.engine.estimates import correct
+from torchrope_lab.engine.figures import TOP1_AXIS, figure, marks
 from torchrope_lab.engine.grid import (
     ABOUT_TOP1,
     Accuracy,
     AgainstLevel,
     Factor,
-    Level,
     Levels,
     OneFactor,
     Results,
     Section,
     Slope,
-    baseline_changes,
+    encoding_parameters,
     lead_section,
     parameters,
 )
+from torchrope_lab.engine.long_table import Cell, Columns, Level, RightOrWrong
 from torchrope_lab.engine.runs import Run
 from torchrope_lab.engine.study import Lab
-from torchrope_lab.results import Axis
+from torchrope_lab.results import Axis, Column
 
 BLOCKS = (2, 4, 8, 16, 32, 48, 64)
 PART = 48
@@ -82,25 +83,28 @@ def _runs(lab: Lab, name: str, size: Level, settings: Mapping[str, Any]) -> Sequ
 
 def _beside_reference(results: Results) -> Section:
     """Compare every block size with --reference, which has none."""
-    if not results.reference:
+    reference, lab = Cell(results.reference), results.lab
+    if not reference.arm:
         return Section()
-    return lead_section(results, baseline_changes(results, results.reference), "the same model")
+    trained = lab.train(lab.runs([reference.arm]))
+    top1 = RightOrWrong({**results.top1.values, reference: correct(trained)})
+    others = [cell for cell, runs in results.runs.items() if runs[0].run.key != trained[0].run.key]
+    return lead_section(results, top1.changes(dict.fromkeys(others, reference)), "the same model")
 
 
 def _by_parameters(results: Results) -> Section:
     """Show top-1 over the number of parameters."""
-    section = parameters(results)
+    x = Axis("parameters", "Parameters of the encodings", scale="log")
+    columns: Columns = ((Column(x.key, x.title), partial(encoding_parameters, results)), *results.top1.columns)
     by_parameters = figure(
         "top1-by-parameters",
         "Top-1 by parameters of the encodings",
-        Axis("parameters", "Parameters of the encodings", scale="log"),
+        x,
         TOP1_AXIS,
-        [{**row, **top1_cells(cell.right)} for row, cell in zip(section.tables[0].rows, results.cells, strict=True)],
+        marks(results.runs, columns, results.factor.key),
         f"Each mark is a block size, the smallest on the left. {ABOUT_TOP1}",
-        low="low",
-        high="high",
     )
-    return Section(tables=section.tables, figures=[by_parameters])
+    return Section(tables=parameters(results).tables, figures=[by_parameters])
 
 
 find = OneFactor(

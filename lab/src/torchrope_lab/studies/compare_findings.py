@@ -1,7 +1,7 @@
 """Tables, figures and pictures of a comparison."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,30 +15,28 @@ from torchrope.encodings import Encoding, NoEncoding
 from torchrope_lab.conclusion import BASELINE
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import resolve_encoding
-from torchrope_lab.engine.comparison import (
-    Comparison,
-    accuracy_figures,
-    main_table,
-)
+from torchrope_lab.engine.comparison import Comparison, accuracy_figures, main_table
 from torchrope_lab.engine.descriptions import description_of, named_parts
 from torchrope_lab.engine.drawings import picture
-from torchrope_lab.engine.estimates import (
-    VERDICT,
-    Columns,
-    cells,
-    in_percent,
-    name_columns,
-    table_of,
-    top1,
-    verdict_of,
-    with_interval,
-)
+from torchrope_lab.engine.estimates import in_percent
 from torchrope_lab.engine.figures import (
     ENCODING_AXIS,
+    TOP1_AXIS,
     cells_figure,
     figure,
     line_figure,
+    marks,
     over_epochs,
+)
+from torchrope_lab.engine.long_table import (
+    Cell,
+    Columns,
+    RightOrWrong,
+    at_levels,
+    change_columns,
+    name_columns,
+    table_of,
+    with_interval,
 )
 from torchrope_lab.engine.measured import Measured
 from torchrope_lab.engine.study import Lab
@@ -67,45 +65,61 @@ class Results:
         return self.lab.data
 
     @property
-    def names(self) -> list[str]:
+    def cells(self) -> list[Cell]:
         """Encodings by decreasing accuracy."""
-        return [*self.comparison.groups]
+        return [*self.comparison.top1.values]
 
     @cached_property
-    def groups(self) -> dict[str, list[Measured]]:
+    def groups(self) -> dict[Cell, list[Measured]]:
         """Measures of the runs by encoding, by decreasing accuracy."""
         groups = self.comparison.groups
-        return {name: [self.measured[each.run.name] for each in runs] for name, runs in groups.items()}
+        return {Cell(name): [self.measured[each.run.name] for each in runs] for name, runs in groups.items()}
 
     @cached_property
-    def at_sizes(self) -> dict[tuple[int, ...], dict[str, np.ndarray]]:
-        """Right or wrong by encoding, `(seeds, examples)`, by input size; only the training size without a lattice."""
-        found = {tuple(self.data.input_size): self.comparison.rights}
-        for size in next(iter(self.groups.values()))[0].sizes if self.data.lattice else ():
-            found[size] = {name: np.stack([each.sizes[size] for each in group]) for name, group in self.groups.items()}
-        return dict(sorted(found.items()))
+    def sizes(self) -> dict[tuple[int, ...], str]:
+        """The level "8×8" of every input size, in increasing order; only the training size without a lattice."""
+        others = next(iter(self.groups.values()))[0].sizes if self.data.lattice else ()
+        return {size: "×".join(map(str, size)) for size in sorted({tuple(self.data.input_size), *others})}
+
+    @cached_property
+    def at_sizes(self) -> RightOrWrong:
+        """The answers by encoding at every input size."""
+        right = {}
+        for size, level in self.sizes.items():
+            for cell, group in self.groups.items():
+                found = [each.sizes.get(size, each.trained.correct) for each in group]
+                right[cell._replace(level=level)] = np.stack(found)
+        return RightOrWrong(right)
+
+    @property
+    def cells_at_sizes(self) -> list[Cell]:
+        """Encodings by decreasing accuracy if they are evaluated at other sizes."""
+        return self.cells if len(self.sizes) > 1 else []
 
     @property
     def base(self) -> str:
         """The encoding that costs are relative to."""
         return BASELINE if BASELINE in self.relative else next(iter(self.relative), "")
 
-    def ratio(self, name: str) -> Sequence[float] | None:
+    def ratio(self, cell: Cell) -> Sequence[float] | None:
         """Compute the median ratio of the time of a step to that of the base, with its interval."""
-        return median_interval(self.relative[name]) if name in self.relative else None
+        return median_interval(self.relative[cell.arm]) if cell.arm in self.relative else None
+
+    @property
+    def ratio_column(self) -> tuple[Column, Callable[[Cell], Any]]:
+        """The column of `ratio`, empty before costs are measured."""
+        return with_interval("ratio", f"Step time, × {self.base}", digits=2), self.ratio
 
 
 def findings(results: Results) -> Findings:
     """Build the findings of a comparison."""
     comparison = results.comparison
-    accuracy = accuracy_figures(comparison)
-    figures = [*accuracy, _losses(results), _by_size(results), _by_cost(results), _confusion(results)]
-    tables = [_main(results), *_gains(results), _sizes(results), _costs(results), _classes(results)]
-    tables += [_confusions(results), _encodings(results)]
+    tables = (_main, _gains, _sizes, _costs, _classes, _confusions, _encodings)
+    figures = (_losses, _by_size, _by_cost, _confusion)
     return Findings(
         answer=comparison.conclusion.sentence(),
-        tables=[table for table in tables if table is not None],
-        figures=[figure for figure in figures if figure is not None],
+        tables=[table(results) for table in tables],
+        figures=[*accuracy_figures(comparison), *(figure(results) for figure in figures)],
         pictures=_pictures(results.data),
     )
 
@@ -114,43 +128,25 @@ def findings(results: Results) -> Findings:
 
 
 def _main(results: Results) -> Table:
-    def shuffled(name: str) -> Sequence[float]:
-        return top1(np.stack([each.shuffled for each in results.groups[name]]))
-
-    extra: Columns = [(with_interval("shuffled", "Shuffled", "%", 1), shuffled)]
+    shuffled = {cell: np.stack([each.shuffled for each in group]) for cell, group in results.groups.items()}
+    column = (with_interval("shuffled", "Shuffled", "%", 1), RightOrWrong(shuffled).interval)
     how = "patches in random order" if results.data.lattice else "the positions of an example permuted among its tokens"
-    return main_table(
-        results.comparison, "Results", [*extra, *(_ratio_column(results) if results.costs else [])], f"Shuffled: {how}."
-    )
+    return main_table(results.comparison, "Results", [column, results.ratio_column], f"Shuffled: {how}.")
 
 
-def _ratio_column(results: Results) -> Columns:
-    return [(with_interval("ratio", f"Step time, × {results.base}", digits=2), results.ratio)]
-
-
-def _gains(results: Results) -> list[Table]:
-    gains = {name: in_percent(gain) for name, gain in results.comparison.conclusion.gains.items()}
-    columns: Columns = (
-        *name_columns(),
-        (with_interval("change", "Ahead", "points", 1), gains.get),
-        (VERDICT, lambda name: verdict_of(gains[name])),
-    )
+def _gains(results: Results) -> Table:
+    gains = {Cell(name): in_percent(gain) for name, gain in results.comparison.conclusion.gains.items()}
     note = "Intervals are simultaneous over all pairs of encodings, as in the first table."
-    return [table_of("Gain over no positions", columns, gains, note)] if gains else []
+    columns = (*name_columns(), *change_columns(gains, "Ahead"))
+    return table_of("Gain over no positions", columns, gains, note)
 
 
-def _sizes(results: Results) -> Table | None:
-    if len(results.at_sizes) < 2:
-        return None
-
-    def column(size: tuple[int, ...], right: Mapping[str, np.ndarray]) -> Columns:
-        title = "×".join(map(str, size))
-        shown = f"{title} (trained)" if right is results.comparison.rights else title
-        return [(with_interval(title, shown, "%", 1), lambda name: top1(right[name]))]
-
-    columns = [each for size, right in results.at_sizes.items() for each in column(size, right)]
+def _sizes(results: Results) -> Table:
+    trained = results.sizes[tuple(results.data.input_size)]
+    titles = {level: level for level in results.sizes.values()} | {trained: f"{trained} (trained)"}
+    columns = at_levels(results.at_sizes.interval, titles, "%")
     note = f"The same inputs {_made_at(results.data)} sizes other than the training size, without further training."
-    return table_of("Accuracy at other input sizes", [*name_columns(), *columns], results.names, note)
+    return table_of("Accuracy at other input sizes", [*name_columns(), *columns], results.cells_at_sizes, note)
 
 
 def _made_at(data: DataModule) -> str:
@@ -158,12 +154,9 @@ def _made_at(data: DataModule) -> str:
     return made[data.other_sizes]
 
 
-def _costs(results: Results) -> Table | None:
-    if not results.costs:
-        return None
-
+def _costs(results: Results) -> Table:
     def of(key: str, unit: float = 1.0) -> Any:
-        return lambda name: results.costs[name][key] / unit
+        return lambda cell: results.costs[cell.arm][key] / unit
 
     columns: Columns = (
         *name_columns(),
@@ -172,9 +165,9 @@ def _costs(results: Results) -> Table | None:
         (Column("mflops", "MFLOPs per input", digits=2), of("flops", 1e6)),
         (
             with_interval("ms", "Training step", "ms", 2),
-            lambda name: median_interval([1e3 * seconds for seconds in results.costs[name]["seconds"]]),
+            lambda cell: median_interval([1e3 * seconds for seconds in results.costs[cell.arm]["seconds"]]),
         ),
-        *_ratio_column(results),
+        results.ratio_column,
         (Column("memory", "Peak memory", "MB", 1), of("peak_memory_bytes", 1e6)),
     )
     note = (
@@ -182,13 +175,11 @@ def _costs(results: Results) -> Table | None:
         "bootstrap intervals. Operations are matrix products, attention and exponentials. Larger models have smaller "
         "ratios."
     )
-    return table_of("Costs", columns, [name for name in results.names if name in results.costs], note)
+    return table_of("Costs", columns, [cell for cell in results.cells if cell.arm in results.costs], note)
 
 
-def _classes(results: Results) -> Table | None:
+def _classes(results: Results) -> Table:
     names, labels = results.data.classes, results.comparison.labels
-    if not 1 < len(names) <= CLASSES:
-        return None
 
     def top1_of(right: np.ndarray) -> Any:
         return lambda kind: 100 * float(right[:, labels == kind].mean()) if (labels == kind).any() else None
@@ -196,44 +187,45 @@ def _classes(results: Results) -> Table | None:
     columns: Columns = (
         (Column("class", "Class"), lambda kind: str(names[kind])),
         (Column("examples", "Examples"), lambda kind: int((labels == kind).sum())),
-        *((Column(f"top1_{name}", name, "%", 1), top1_of(right)) for name, right in results.comparison.rights.items()),
+        *(
+            (Column(f"top1_{cell.arm}", cell.arm, "%", 1), top1_of(right))
+            for cell, right in results.comparison.top1.values.items()
+        ),
     )
-    return table_of("Accuracy by class", columns, range(len(names)))
+    return table_of("Accuracy by class", columns, range(len(names) if 1 < len(names) <= CLASSES else 0))
 
 
 def _pairs(results: Results) -> dict[tuple[int, int], float]:
     """Compute the shares in percent of each class that the best encoding predicts to be of each, over all runs."""
-    runs = results.comparison.groups[results.names[0]]
+    runs = next(iter(results.comparison.groups.values()))
     counts = Counter(pair for run in runs for pair in zip(run.labels, run.predicted, strict=True))
     of_class = Counter(runs[0].labels)
     return {pair: 100 * count / (len(runs) * of_class[pair[0]]) for pair, count in counts.most_common()}
 
 
-def _confusions(results: Results) -> Table | None:
+def _confusions(results: Results) -> Table:
     shares, names = _pairs(results), results.data.classes
     wrong = [pair for pair in shares if pair[0] != pair[1]]
-    if not wrong:
-        return None
     columns: Columns = (
         (Column("true", "Class"), lambda pair: str(names[pair[0]])),
         (Column("predicted", "Predicted"), lambda pair: str(names[pair[1]])),
         (Column("share", "Of its examples", "%", 1), lambda pair: shares[pair]),
     )
-    return table_of(f"Most frequent confusions of {results.names[0]}", columns, wrong[:CONFUSIONS])
+    return table_of(f"Most frequent confusions of {results.cells[0].arm}", columns, wrong[:CONFUSIONS])
 
 
 def _encodings(results: Results) -> Table:
     def joined(attribute: str, separator: str) -> Any:
-        return lambda name: separator.join(getattr(description_of(part), attribute) for part in named_parts(name))
+        return lambda cell: separator.join(getattr(description_of(part), attribute) for part in named_parts(cell.arm))
 
     columns: Columns = (
         *name_columns(),
         (Column("summary", "Description"), joined("summary", " ")),
         (Column("formula", "Formula"), joined("formula", ";  ")),
         (Column("source", "Source"), joined("source", "; ")),
-        (Column("kind", "Kind"), lambda name: _kind(results, name)),
+        (Column("kind", "Kind"), lambda cell: _kind(results, cell.arm)),
     )
-    return table_of("The encodings", columns, results.names)
+    return table_of("The encodings", columns, results.cells)
 
 
 def _kind(results: Results, name: str) -> str:
@@ -265,17 +257,15 @@ def _losses(results: Results) -> Figure:
     )
 
 
-def _by_size(results: Results) -> Figure | None:
-    if len(results.at_sizes) < 2:
-        return None
+def _by_size(results: Results) -> Figure:
     trained = results.data.input_size[-1]
     return line_figure(
         Axis("scale", "Size, as a multiple of the training size"),
-        Axis("top1", "Top-1", "%"),
+        TOP1_AXIS,
         [
-            (name, "", size[-1] / trained, top1(right[name]))
-            for name in results.names
-            for size, right in results.at_sizes.items()
+            (cell.arm, "", size[-1] / trained, results.at_sizes.interval(cell._replace(level=level)))
+            for cell in results.cells_at_sizes
+            for size, level in results.sizes.items()
         ],
         name="sizes",
         title="Accuracy at other input sizes",
@@ -283,26 +273,22 @@ def _by_size(results: Results) -> Figure | None:
     )
 
 
-def _by_cost(results: Results) -> Figure | None:
-    if not results.costs:
-        return None
+def _by_cost(results: Results) -> Figure:
     return figure(
         "costs",
         "Time of a training step",
         Axis("ratio", f"Time of a training step, × {results.base}", zero=True),
         ENCODING_AXIS,
-        [{"name": name, **cells("ratio", results.ratio(name))} for name in results.names if name in results.relative],
+        marks([cell for cell in results.cells if cell.arm in results.relative], [results.ratio_column]),
         "Medians of ratios within a round, with 95 % intervals. The axis starts at 0.",
         kind="points",
-        low="ratio_low",
-        high="ratio_high",
     )
 
 
-def _confusion(results: Results) -> Figure | None:
+def _confusion(results: Results) -> Figure:
     names = [str(name) for name in results.data.classes]
     if not 1 < len(names) <= CLASSES or len(set(names)) < len(names):
-        return None
+        names = []
     shares = _pairs(results)
     x, y = Axis("predicted", "Predicted", scale="category"), Axis("true", "Class", scale="category")
     cells = [
@@ -310,7 +296,7 @@ def _confusion(results: Results) -> Figure | None:
         for true, of in enumerate(names)
         for predicted, to in enumerate(names)
     ]
-    title = f"Confusion table of {results.names[0]}"
+    title = f"Confusion table of {results.cells[0].arm}"
     of_class = Axis("share", "Of the class", "%")
     return cells_figure(x, y, of_class, cells, name="confusion", title=title, caption="Rows add up to 100 %.")
 

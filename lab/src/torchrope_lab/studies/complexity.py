@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -12,13 +11,10 @@ import torch
 from torch import nn
 
 from torchrope.attention import Attention
-from torchrope.encodings import AbsoluteEncoding, Encoding, RelativePositionBias
-from torchrope.models import Swin, ViT
 from torchrope_lab import recipes
 from torchrope_lab.conclusion import join_names
-from torchrope_lab.engine.descriptions import label
-from torchrope_lab.engine.estimates import Columns, table_of
 from torchrope_lab.engine.figures import figure
+from torchrope_lab.engine.long_table import Columns, table_of
 from torchrope_lab.engine.published import published
 from torchrope_lab.engine.study import Lab
 from torchrope_lab.results import Axis, Column, Figure, Findings, Row, Table
@@ -84,7 +80,6 @@ class Counts:
 
     parameters: int
     encoding_parameters: int
-    by_formula: int  # `encoding_parameters` from `parameters_by_formula`
     flops: int  # of a forward pass, two per multiply-add: matrix products and exponentials
     rotating: int  # multiply-adds of rotating queries and keys, block by block
     norms: int  # output elements of all LayerNorms
@@ -100,7 +95,6 @@ def costs(size: Size, encoding: str, **settings: Any) -> Counts:
     return Counts(
         parameters=sum(p.numel() for p in model.parameters()),
         encoding_parameters=count_encoding_parameters(model),
-        by_formula=parameters_by_formula(model),
         flops=count_flops(build, input_shape),
         rotating=rotating,
         norms=norms,
@@ -129,34 +123,6 @@ def _work(model: nn.Module, inputs: torch.Tensor) -> tuple[int, int]:
             module.register_forward_hook(normed)
     model(inputs)
     return sum(rotating), sum(norms)
-
-
-def parameters_by_formula(model: ViT | Swin) -> int:
-    """Compute the number of learned parameters of a model's encodings from its widths."""
-    # For each encoding over N axes of d = heads · head_dim channels, blocks of b:
-    #     RoPE-Mixed  N d / 2             LieRE       N d (b - 1) / 2
-    #     ComRoPE-AP  d (b - 1) / 2       ComRoPE-LD  d (b - 1) / 2 + N d / b
-    #     STRING      N d / 2 + d (b - 1) / 2
-    # A learned absolute encoding has n d for n positions, a bias heads Π (2 s - 1) for windows of s, others 0.
-    return sum(_learned(module) for module in model.modules())
-
-
-def _learned(module: nn.Module) -> int:
-    if isinstance(module, AbsoluteEncoding):
-        return math.prod(module.sizes) * module.dim if type(module).__name__ == "LearnedAPE" else 0
-    if isinstance(module, RelativePositionBias):
-        return module.num_heads * math.prod(2 * size - 1 for size in module.sizes)
-    if not isinstance(module, Encoding):
-        return 0
-    axes, b = module.num_axes, module.block_size
-    d = module.rotary_dim * module.parameter_heads
-    return {
-        "MixedRoPE": axes * d // 2,
-        "LieRE": axes * d * (b - 1) // 2,
-        "ComRoPEAP": d * (b - 1) // 2,
-        "ComRoPELD": d * (b - 1) // 2 + axes * d // b,
-        "STRING": axes * d // 2 + d * (b - 1) // 2,
-    }.get(type(module).__name__, 0)
 
 
 def table_5_count(without: Counts, with_encoding: Counts) -> int:
@@ -220,14 +186,15 @@ def find(lab: Lab) -> Findings:
             if encoding in lab.encodings:
                 counted.append(Counted(size.title, encoding, without, cost))
     lab.leave_out(*(f"Left out, {encoding} ({join_names(where)})" for encoding, where in refused.items()))
-    cells = compare_table_5(measured)
     title = "Parameters and operations by size and encoding"
     table = table_of(title, COLUMNS, counted, _NOTE, keys=lambda at: {"size": at.size, "encoding": at.encoding})
-    return Findings(
-        answer=_answer(table.rows),
-        tables=[table, _formulas(), cells],
-        figures=[*_figures(table.rows), _capacity()],
-    )
+    answer = "The encodings have no learned parameters."
+    if learned := [at for at in counted if at.size == sizes()[1].title and at.cost.encoding_parameters]:
+        most = max(learned, key=lambda at: at.cost.encoding_parameters)
+        share = 100 * most.cost.encoding_parameters / most.cost.parameters
+        count = f"{most.cost.encoding_parameters:,} parameters with {most.encoding}, {share:.2f} % of the model"
+        answer = f"In {most.size} pixels encodings learn up to {count}."
+    return Findings(answer, [table, compare_table_5(measured)], _figures(table.rows))
 
 
 class Counted(NamedTuple):
@@ -248,7 +215,6 @@ COLUMNS: Columns = (
     (Column("name", "Size and encoding"), lambda at: f"{at.size}, {at.encoding}"),
     (Column("parameters", "Parameters", digits=0), lambda at: at.cost.parameters),
     (Column("own", "Of the encoding", digits=0), lambda at: at.cost.encoding_parameters),
-    (Column("formula", "By formula", digits=0), lambda at: at.cost.by_formula),
     (Column("own_share", "Share", "%", 4), lambda at: 100 * at.cost.encoding_parameters / at.cost.parameters),
     (Column("macs", "Multiply-adds", "G", 4), lambda at: table_5_count(at.without, at.cost) / 1e9),
     (
@@ -266,56 +232,9 @@ _NOTE = (
 )
 
 
-def _formulas() -> Table:
-    """Evaluate ComRoPE's table 7 for ViT-Base, N = 2, blocks of 8."""
-    size = next(size for size in sizes() if size.name == "liere-imagenet")
-    depth, d, heads, axes, b, tokens = 12, 768, 12, 2, 8, 14 * 14
-    base, factors = depth * d * b, depth * d * axes // b
-    rows = (  # encoding in the table and here, block, parameters by the table and by its shapes, formula here
-        ("absolute", "learned", 0, tokens * d, tokens * d, "n d"),
-        ("RoPE", "axial", 2, 0, 0, "0"),
-        ("LieRE", "liere:8", b, axes * base, axes * base, "L N d (b - 1)/2"),
-        ("ComRoPE-AP", "comrope-ap:8", b, base, base, "L d (b - 1)/2"),
-        ("ComRoPE-LD", "comrope-ld:8", b, base // axes + factors, base + factors, "L d ((b - 1)/2 + N/b)"),
-    )
-
-    def operations(block: int, rotating: int) -> float:
-        return (depth * tokens * d * (block * axes + block**2 + rotating) if block else tokens * d) / 1e6
-
-    columns: Columns = (
-        (Column("name", "Encoding"), itemgetter(0)),
-        (Column("theirs", "Parameters by its table 7", digits=0), itemgetter(3)),
-        (Column("shapes", "By its own shapes", digits=0), itemgetter(4)),
-        (Column("stored", "Formula here"), itemgetter(5)),
-        (Column("count", "Counted here", digits=0), lambda row: costs(size, row[1]).encoding_parameters),
-        (Column("terms", "Operations, L n d (bN + b² + d/h)", "M", 1), lambda row: operations(row[2], d // heads)),
-        (Column("blockwise", "Block by block, L n d (bN + b² + b)", "M", 1), lambda row: operations(row[2], row[2])),
-    )
-    title = "ComRoPE's formulas at ViT-Base, 14x14 patches, blocks of 8 (RoPE: of 2)"
-    note = (
-        "Learned here are the strict upper triangles, (b - 1)/2b of full blocks. Operations are orders of growth with "
-        "all constants 1."
-    )
-    return table_of(title, columns, rows, note)
-
-
-def _answer(rows: Sequence[Mapping[str, Any]]) -> str:
-    base = [row for row in rows if row["size"] == sizes()[1].title and row["own"]]
-    if not base:
-        return "The encodings have no learned parameters."
-    most, slowest = (max(base, key=lambda row: row[key]) for key in ("own", "macs_share"))
-    return (
-        f"In ViT-Base at 32x32 pixels encodings learn up to {most['own']:,} parameters ({most['encoding']}, "
-        f"{most['own_share']:.2f} % of the model), and rotating adds up to {slowest['macs_share']:.2f} % "
-        f"multiply-adds ({slowest['encoding']})."
-    )
-
-
 def _figures(rows: Sequence[Mapping[str, Any]]) -> list[Figure]:
-    drawn = [row for row in rows if row["encoding"] != "none"]
-    if not drawn:
-        return []
-    shown = [{key: row[key] for key in ("size", "encoding", "own", "own_share", "macs_share")} for row in drawn]
+    keys = ("size", "encoding", "own", "own_share", "macs_share")
+    shown = [{key: row[key] for key in keys} for row in rows if row["encoding"] != "none"]
     by_size = Axis("size", "Size", scale="category")
     counted = "Counted as in LieRE's table 5, without building the rotations; exact."
     parts = (
@@ -327,20 +246,3 @@ def _figures(rows: Sequence[Mapping[str, Any]]) -> list[Figure]:
         figure(name, title, Axis(key, heading, "%"), by_size, shown, caption, kind="points", series="encoding")
         for name, title, key, heading, caption in parts
     ]
-
-
-def _capacity() -> Figure:
-    """Build a figure of parameters by block size in ViT-Base."""
-    base = sizes()[1]
-    rows: list[dict[str, Any]] = []
-    for family in ("liere", "comrope-ap", "comrope-ld", "string"):
-        for b in (2, 4, 8, 16, 32, 64):
-            try:
-                with torch.device("meta"):
-                    count = count_encoding_parameters(build_model(f"{family}:{b}", base.model, base.data))
-            except ValueError:
-                continue  # the block size does not fit the number of axes
-            rows.append({"family": label(f"{family}:{b}").partition(",")[0], "block": b, "parameters": count})
-    x, y = Axis("block", "Block size", "channels", "log"), Axis("parameters", "Parameters", scale="log")
-    title = "Parameters by block size, ViT-Base"
-    return figure("parameters-by-block", title, x, y, rows, "Counted, exact.", series="family")

@@ -5,26 +5,23 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
-from torchrope_lab.conclusion import NOT_DIFFERENT, Interval, caveat, join_names
+from torchrope_lab.conclusion import caveat, join_names
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.engine.dense_tasks import TASKS, Task, examples, predictions
 from torchrope_lab.engine.drawings import Overlay, legend, picture
-from torchrope_lab.engine.estimates import (
-    NONE_POSSIBLE,
-    OVER_SEEDS,
-    SIMULTANEOUS,
-    by_encoding,
-    in_percent,
-    name_columns,
-    percent,
-    rank,
-    simultaneous_intervals,
-    spread,
-    table_of,
-    verdict_of,
-    with_interval,
-)
+from torchrope_lab.engine.estimates import by_encoding, spread, verdict_of
 from torchrope_lab.engine.figures import line_figure
+from torchrope_lab.engine.long_table import (
+    NONE_POSSIBLE,
+    SIMULTANEOUS,
+    Cell,
+    Changes,
+    Quantity,
+    at_levels,
+    name_columns,
+    ranking,
+    table_of,
+)
 from torchrope_lab.engine.reference import (
     WITH_SAME,
     all_but,
@@ -32,66 +29,30 @@ from torchrope_lab.engine.reference import (
     mixed_counterparts,
     with_reference,
 )
-from torchrope_lab.engine.runs import Measure, Run, Trained
+from torchrope_lab.engine.runs import Measure, Run
 from torchrope_lab.engine.study import Lab, feasible
 from torchrope_lab.results import Axis, Column, Figure, Findings, Pictures, Table
 from torchrope_lab.settings.run_config import TASKS as TASK_OF_HEAD
 from torchrope_lab.settings.study_config import LEARNED
-from torchrope_lab.statistics import BootstrapEstimate, draw
-
-Intervals = Mapping[str, Sequence[Interval]]
-"""Percentages or their differences in points by encoding, one per size."""
 
 MIXED = "RoPE-Mixed"
 SCALES = (1.0, 1.5, 2.0)
+"""Multiples of the training size, to which images are enlarged."""
+TITLES = {scale: f"{scale:g} times" for scale in SCALES}
 PICTURED = 2
 """Validation images shown at the training size; one fewer at the largest size."""
-
-
-class EvaluationSize(NamedTuple):
-    """A size that models are evaluated at: its multiple of the training size, and its title, "1.5 times"."""
-
-    scale: float
-    title: str
-
-
-SIZES = tuple(EvaluationSize(scale, f"{scale:g} times") for scale in SCALES)
-"""The training size and larger ones, to which images are enlarged."""
 
 
 class Outcome(NamedTuple):
     """Results of a task."""
 
     task: Task
-    scores: dict[str, list[BootstrapEstimate]]  # by encoding, one per size
-    trained: dict[str, list[Trained]]  # by encoding
+    scores: Quantity  # by encoding and multiple of the training size
     measured: dict[str, list[list[dict[str, Any]]]]  # stored results of each run, one per size, by encoding and seed
 
-    def verdicts(self, size: int) -> dict[str, str]:
-        """Return whether each encoding is best, tied or behind at a size, by name, the best first."""
-        return rank({name: scores[size] for name, scores in self.scores.items()})
-
-    def best(self, size: int) -> tuple[list[str], str]:
-        """Return the best encoding and those tied with it, and the score of the best: "87.5 % [83.6, 90.8]"."""
-        names = [name for name, verdict in self.verdicts(size).items() if verdict != "behind"]
-        return names, percent(in_percent(self.scores[names[0]][size].interval()))
-
-    def estimates(self, reference: str) -> dict[str, Intervals]:
-        """Compute scores, as "", and leads over the reference and over RoPE-Mixed, by what they are compared with."""
-        # Leads are at 5 % over all encodings at a size. Those over RoPE-Mixed are of encodings with learned generators.
-        of_mixed = {name: other for name, other in mixed_counterparts(self.scores).items() if other != reference}
-        at_sizes = [dict(zip(self.scores, scores, strict=True)) for scores in zip(*self.scores.values(), strict=True)]
-        estimates: dict[str, Intervals] = {
-            "": {name: [in_percent(score.interval()) for score in scores] for name, scores in self.scores.items()}
-        }
-        for title, others in ((described(reference), all_but(reference, self.scores)), (MIXED, of_mixed)):
-            pairs = [(name, other) for name, other in others.items() if other in self.scores]
-            leads = [
-                simultaneous_intervals({name: scores[name] - scores[other] for name, other in pairs})
-                for scores in at_sizes
-            ]
-            estimates[title] = {name: [in_percent(lead[name]) for lead in leads] for name, _ in pairs}
-        return estimates
+    def leads(self, others: Mapping[str, str]) -> Changes:
+        """Compute scores minus those of other encodings, simultaneous over all encodings at a size."""
+        return self.scores.changes_by_level(self.scores.against_arms(others))
 
 
 def find(lab: Lab) -> Findings:
@@ -106,16 +67,24 @@ def find(lab: Lab) -> Findings:
     if not possible:
         return Findings(NONE_POSSIBLE)
     outcomes = measured(lab, possible)
-    estimates = [outcome.estimates(reference) for outcome in outcomes]
+    tables, leads = [], []
+    for outcome in outcomes:
+        names = [*outcome.measured]
+        leads.append(outcome.leads(all_but(reference, names)))
+        of_mixed = {name: other for name, other in mixed_counterparts(names).items() if other != reference}
+        tables += [
+            _table(outcome),
+            _table_of_leads(outcome, described(reference), leads[-1]),
+            _table_of_leads(outcome, MIXED, outcome.leads(of_mixed), WITH_SAME),
+        ]
+    said = []
+    for outcome in outcomes:
+        claim, verdicts = f"{outcome.task.measure} is highest", outcome.scores.ranks(SCALES[-1])
+        said.append(ranking(claim, verdicts, outcome.scores.interval))
     return Findings(
-        answer=_answer(outcomes, len(lab.seeds)),
-        tables=[
-            _table(outcome, other, values)
-            for outcome, of_task in zip(outcomes, estimates, strict=True)
-            for other, values in of_task.items()
-            if values
-        ],
-        figures=_figures(outcomes, reference, estimates),
+        answer=f"At {TITLES[SCALES[-1]]} the training size {'; '.join(said)}.{caveat(len(lab.seeds))}",
+        tables=tables,
+        figures=_figures(outcomes, reference, leads),
         pictures=[_pictures(outcome, lab.data) for outcome in outcomes],
     )
 
@@ -129,7 +98,7 @@ def runs_of(lab: Lab, task: Task) -> list[Run]:
 
 def measured(lab: Lab, plans: Sequence[tuple[Task, Sequence[Run]]]) -> list[Outcome]:
     """Train the runs of each task, and evaluate them at several sizes."""
-    at_sizes = "-".join(["at", *(f"{size.scale:g}" for size in SIZES), f"{PICTURED}-drawn"])
+    at_sizes = "-".join(["at", *(f"{scale:g}" for scale in SCALES), f"{PICTURED}-drawn"])
     measures = {task.name: Measure(f"{task.name}-{at_sizes}", partial(evaluate, task=task)) for task, _ in plans}
     runs = [run for _, of_task in plans for run in of_task]
     trained = iter(lab.train(runs, lambda run: [measures[TASK_OF_HEAD[run.config.model.head]]]))
@@ -138,21 +107,28 @@ def measured(lab: Lab, plans: Sequence[tuple[Task, Sequence[Run]]]) -> list[Outc
         groups = by_encoding([next(trained) for _ in of_task])
         name = measures[task.name].name
         stored = {encoding: [run.measured(name)["sizes"] for run in group] for encoding, group in groups.items()}
-        scores = {}
-        for encoding, seeds in stored.items():
-            records = [[seed[at]["records"] for seed in seeds] for at in range(len(SIZES))]
-            scores[encoding] = [draw([task.measure_of(seed) for seed in at], len(at[0])) for at in records]
-        outcomes.append(Outcome(task, scores, groups, stored))
+        records = {
+            Cell(encoding, scale): [seed[at]["records"] for seed in seeds]
+            for encoding, seeds in stored.items()
+            for at, scale in enumerate(SCALES)
+        }
+        outcomes.append(Outcome(task, scores_of(task, records), stored))
     return outcomes
+
+
+def scores_of(task: Task, records: Mapping[Cell, Sequence[Any]]) -> Quantity:
+    """Return a task's measure, in percent, from the records of images of each seed."""
+    shown = Column(task.name, task.measure, "%", 1)
+    return Quantity(records, shown, lambda seed, weights: task.measure_of(seed)(weights))
 
 
 def evaluate(model: Any, data: DataModule, *, task: Task) -> dict[str, Any]:
     """Return `{"sizes": [{"records", "overlays"}, ...]}`: records of images at every size, overlays of the first."""
     kept = []
-    for size in SIZES:
+    for scale in SCALES:
         records: list[dict[str, Any]] = []
         overlays: list[Overlay] = []
-        for image, target, found in predictions(model, task, data, size.scale):
+        for image, target, found in predictions(model, task, data, scale):
             records.append(task.record(found, target))
             if len(overlays) < PICTURED:
                 overlays.append(task.overlay(found, image, data))
@@ -160,60 +136,69 @@ def evaluate(model: Any, data: DataModule, *, task: Task) -> dict[str, Any]:
     return {"sizes": kept}
 
 
-def _table(outcome: Outcome, other: str, values: Intervals) -> Table:
-    """Build the table of scores by size, or of leads over another encoding."""
+def _table(outcome: Outcome) -> Table:
+    """Build the table of scores by size."""
     task, scores = outcome.task, outcome.scores
-    ends = {"first": 0, "last": len(SIZES) - 1}
-    ranked = {at: outcome.verdicts(at) for at in ends.values()}
-    columns: list[Any] = [*name_columns()]
-    for at, size in enumerate(SIZES):
-        column = with_interval(f"at{at}", size.title, "points" if other else "%", 1)
-        columns.append((column, lambda name, at=at: values[name][at]))
-    if not other and len(next(iter(scores.values()))[0].on_all) > 1:
-        columns.append((OVER_SEEDS, lambda name: spread((100 * scores[name][0].on_all).tolist())))
-    for key, at in ends.items():
-        verdict = (lambda name, at=at: verdict_of(values[name][at])) if other else ranked[at].get
-        columns.append((Column(key, f"Verdict at {SIZES[at].title}"), verdict))
-    title = f"{task.title}: {task.measure} {f'ahead of {other}' if other else 'by size'}"
-    if other:
-        note = f"Differences on the same images. {SIMULTANEOUS}{f' {WITH_SAME}' if other == MIXED else ''}"
-        return table_of(title, columns, values, note)
-    note = (
-        f"{task.about} Trained at {SIZES[0].title}. Intervals are 95 % over the validation images. Encodings are tied "
-        "if the interval of the difference on the same images, simultaneous over all pairs, contains 0."
+    verdicts = {scale: scores.ranks(scale) for scale in (SCALES[0], SCALES[-1])}
+    columns = (
+        *name_columns(),
+        *at_levels(scores.interval, TITLES, "%"),
+        (
+            Column("spread", "± over seeds", "%", 1),
+            lambda cell: spread((100 * scores.estimates[cell].on_all).tolist()),
+        ),
+        *(_verdict_column(scale, of_size) for scale, of_size in verdicts.items()),
     )
-    return table_of(title, columns, ranked[0], note)
+    note = (
+        f"{task.about} Trained at {TITLES[SCALES[0]]}. Intervals are 95 % over the validation images. Encodings are "
+        "tied if the interval of the difference on the same images, simultaneous over all pairs, contains 0."
+    )
+    return table_of(f"{task.title}: {task.measure} by size", columns, verdicts[SCALES[0]], note)
 
 
-def _figures(
-    outcomes: Sequence[Outcome],
-    reference: str,
-    estimates: Sequence[Mapping[str, Intervals]],
-) -> list[Figure]:
+def _verdict_column(scale: float, verdicts: Mapping[Cell, str]) -> Any:
+    key = "first" if scale == SCALES[0] else "last"
+    return Column(key, f"Verdict at {TITLES[scale]}"), lambda cell: verdicts[cell._replace(level=scale)]
+
+
+def _table_of_leads(outcome: Outcome, other: str, leads: Changes, about: str = "") -> Table:
+    """Build the table of leads over another encoding by size."""
+    verdicts = {cell: verdict_of(lead) for cell, lead in leads.items()}
+    columns = (
+        *name_columns(),
+        *at_levels(leads.get, TITLES, "points"),
+        *(_verdict_column(scale, verdicts) for scale in (SCALES[0], SCALES[-1])),
+    )
+    rows = [cell for cell in leads if cell.level == SCALES[0]]
+    note = f"Differences on the same images. {SIMULTANEOUS} {about}".strip()
+    return table_of(f"{outcome.task.title}: {outcome.task.measure} ahead of {other}", columns, rows, note)
+
+
+def _figures(outcomes: Sequence[Outcome], reference: str, leads: Sequence[Changes]) -> list[Figure]:
     measures, other = join_names([outcome.task.measure for outcome in outcomes]), described(reference)
+    scores = [{cell: outcome.scores.interval(cell) for cell in outcome.scores.values} for outcome in outcomes]
     figures = (
-        ("", "measures-by-size", f"{measures} by size", Axis("value", measures, "%"),
-         f"All are trained at {SIZES[0].title}, 1 on the axis. Bands are 95 % intervals over images."),
-        (other, "ahead-by-size", f"Ahead of {other}", Axis("value", "Ahead", "points"),
+        (scores, "measures-by-size", f"{measures} by size", Axis("value", measures, "%"),
+         f"All are trained at {TITLES[SCALES[0]]}, 1 on the axis. Bands are 95 % intervals over images."),
+        (leads, "ahead-by-size", f"Ahead of {other}", Axis("value", "Ahead", "points"),
          f"Paired differences on the same images; zero is {described(reference, 'the')}."),
     )  # fmt: skip
     scale = Axis("scale", "Size over training size", "times")
     drawn = []
-    for key, name, title, y, caption in figures:
+    for intervals, name, title, y, caption in figures:
         points = [
-            (encoding, f"{outcome.task.title}, {outcome.task.measure}", size.scale, interval)
-            for outcome, of_task in zip(outcomes, estimates, strict=True)
-            for encoding, intervals in of_task[key].items()
-            for size, interval in zip(SIZES, intervals, strict=True)
+            (cell.arm, f"{outcome.task.title}, {outcome.task.measure}", float(cell.level), interval)
+            for outcome, of_task in zip(outcomes, intervals, strict=True)
+            for cell, interval in of_task.items()
         ]
         drawn.append(line_figure(scale, y, points, panel="panel", name=name, title=title, caption=caption))
-    return [figure for figure in drawn if figure.rows]
+    return drawn
 
 
 def _pictures(outcome: Outcome, data: DataModule) -> Pictures:
     task, rows = outcome.task, []
     drawn: list[Overlay] = []
-    for at, size in ((0, SIZES[0]), (len(SIZES) - 1, SIZES[-1])):
+    for at, scale in ((0, SCALES[0]), (len(SCALES) - 1, SCALES[-1])):
         shown = PICTURED if at == 0 else PICTURED - 1
         for index, (image, target) in enumerate(islice(examples(data), shown)):
             truth = {key: value for key, value in task.truth(target).items() if key != "scores"}
@@ -221,7 +206,7 @@ def _pictures(outcome: Outcome, data: DataModule) -> Pictures:
             overlays |= {name: Overlay(*seeds[0][at]["overlays"][index]) for name, seeds in outcome.measured.items()}
             drawn += overlays.values()
             panels = {name: overlay.png for name, overlay in overlays.items()}
-            rows.append(picture(f"{size.title}, {target['name']}", image, panels))
+            rows.append(picture(f"{TITLES[scale]}, {target['name']}", image, panels))
     return Pictures(
         name=f"{task.name}-pictures",
         title=f"{task.title}: ground truth and predictions",
@@ -230,12 +215,3 @@ def _pictures(outcome: Outcome, data: DataModule) -> Pictures:
         caption=f"The first validation images of each size. {task.shown}",
         legend=legend(getattr(data, task.classes), drawn),
     )
-
-
-def _answer(outcomes: Sequence[Outcome], seeds: int) -> str:
-    clauses = []
-    for outcome in outcomes:
-        (first, *others), score = outcome.best(-1)
-        tied = f" ({len(others)} {NOT_DIFFERENT})" if others else ""
-        clauses.append(f"{outcome.task.measure} is highest with {first}, {score}{tied}")
-    return f"At {SCALES[-1]:g} times the training size {'; '.join(clauses)}.{caveat(seeds)}"

@@ -1,14 +1,12 @@
 """Gain of adding a rotary encoding to a model trained without one, after short fine-tuning (ComRoPE table 4)."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
 import torch
 
 from torchrope.encodings import Encoding, NoEncoding
@@ -17,27 +15,19 @@ from torchrope.positions import per_axis
 from torchrope_lab.conclusion import join_names
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import resolve_encoding
-from torchrope_lab.engine.estimates import (
+from torchrope_lab.engine.estimates import correct
+from torchrope_lab.engine.figures import TOP1_AXIS, figure, marks
+from torchrope_lab.engine.grid import ABOUT_TOP1, OneFactor, Results, Section
+from torchrope_lab.engine.long_table import (
     SIMULTANEOUS,
-    Columns,
-    correct,
-    top1,
+    Cell,
+    RightOrWrong,
+    change_columns,
     with_interval,
 )
-from torchrope_lab.engine.figures import TOP1_AXIS, figure
-from torchrope_lab.engine.grid import (
-    ABOUT_TOP1,
-    TOP1_COLUMNS,
-    OneFactor,
-    Results,
-    Section,
-    change_columns,
-    leads,
-)
-from torchrope_lab.engine.reference import all_but
 from torchrope_lab.engine.runs import Measure, Run, Trained
 from torchrope_lab.engine.study import Lab
-from torchrope_lab.results import Axis, Column, Figure, Row
+from torchrope_lab.results import Axis, Column
 from torchrope_lab.training.evaluate import predict
 from torchrope_lab.training.initial import initialise
 from torchrope_lab.training.models import build_model
@@ -77,23 +67,6 @@ def angle_across(model: ViT | Swin, data: DataModule) -> dict[str, Any]:
 
 
 TURN = Measure("turn", angle_across)
-
-
-def _angle(cell: Any) -> float | None:
-    if cell.name == BASELINE:
-        return None
-    angles = [each.measured(TURN.name)["radians"] for each in cell.runs]
-    return None if None in angles else fmean(angles)
-
-
-ANGLE_COLUMN: Columns = ((Column("angle", "Angle across the input", "rad", 2), _angle),)
-"""Column of `angle_across` for cells; empty for the model without an encoding."""
-
-
-ABOUT_ANGLE = (
-    "The angle is the largest rotation angle between opposite corners, mean over layers and heads; a zero-initialised "
-    "encoding rotates little after few steps."
-)
 
 
 def _swaps(lab: Lab) -> list[str]:
@@ -137,39 +110,46 @@ def _gains(results: Results) -> Section:
     lab = results.lab
     plain = lab.runs([BASELINE])
     swaps = {
-        run.key: [_swap(cell.runs[at].run, lab.store.of(run)) for cell in results.cells if cell.name != BASELINE]
+        run.key: [_swap(runs[at].run, lab.store.of(run)) for cell, runs in results.runs.items() if cell.arm != BASELINE]
         for at, run in enumerate(plain)
     }
     starts = lab.train(plain, lambda run: swaps[run.key])
-    swapped = {
-        cell.name: [_right_after(start, each.run) for start, each in zip(starts, cell.runs, strict=True)]
-        for cell in results.cells
-    }
-    before = {name: correct(runs) for name, runs in swapped.items()}
-    gains = leads(results, all_but(BASELINE, results.grid))
+    top1, after, before = results.top1, "fine-tuned", "right after the swap"
+    answers = {cell._replace(level=after): right for cell, right in top1.values.items()}
+    for cell, runs in results.runs.items():
+        swapped = [_right_after(start, each.run) for start, each in zip(starts, runs, strict=True)]
+        answers[cell._replace(level=before)] = correct(swapped)
+    when = RightOrWrong(answers)
+    gains = top1.changes(results.against(BASELINE))
+
+    def angle(cell: Cell) -> float | None:
+        angles = [each.measured(TURN.name)["radians"] for each in results.runs[cell]]
+        return None if cell.arm == BASELINE or None in angles else fmean(angles)
+
     columns = (
-        (with_interval("swapped", "Right after the swap", "%", 1), lambda cell: top1(before[cell.name])),
-        *TOP1_COLUMNS,
+        (
+            with_interval("swapped", "Right after the swap", "%", 1),
+            lambda cell: when.interval(cell._replace(level=before)),
+        ),
+        *top1.columns,
         *change_columns(gains, "Ahead of fine-tuning without it", "gain"),
-        *ANGLE_COLUMN,
+        (Column("angle", "Angle across the input", "rad", 2), angle),
     )
-    note = f"{results.about_top1} Gains: {SIMULTANEOUS} {ABOUT_ANGLE}"
-    return Section(
-        changes=gains,
-        tables=[results.table("Before and after fine-tuning", columns, note)],
-        figures=[_figure(results, before)],
+    note = (
+        f"{results.about_top1} Gains: {SIMULTANEOUS} The angle is the largest rotation angle between opposite corners, "
+        "mean over layers and heads."
     )
-
-
-def _figure(results: Results, before: Mapping[str, np.ndarray]) -> Figure:
-    marks: list[Row] = [
-        {"name": cell.name, "when": when, **dict(zip(("top1", "low", "high"), top1(right), strict=True))}
-        for cell in results.cells
-        for when, right in (("right after the swap", before[cell.name]), ("fine-tuned", cell.right))
-    ]
-    title = "Top-1 before and after fine-tuning"
-    x = Axis("when", "When", scale="category")
-    return figure("before-and-after", title, x, TOP1_AXIS, marks, ABOUT_TOP1, kind="points", low="low", high="high")
+    drawn = figure(
+        "before-and-after",
+        "Top-1 before and after fine-tuning",
+        Axis("when", "When", scale="category"),
+        TOP1_AXIS,
+        marks(sorted(answers, key=lambda cell: cell.level != before), [when.column], "when"),
+        ABOUT_TOP1,
+        kind="points",
+    )
+    table = results.table("Before and after fine-tuning", columns, note)
+    return Section(changes=gains, tables=[table], figures=[drawn])
 
 
 find = OneFactor(

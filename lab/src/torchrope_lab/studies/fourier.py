@@ -2,10 +2,9 @@
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +15,8 @@ from torchrope.positions import grid
 from torchrope_lab.conclusion import join_names
 from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.engine.descriptions import label
-from torchrope_lab.engine.estimates import Columns, cells, estimate_in, mean_column, percent, table_of
 from torchrope_lab.engine.figures import ENCODING_AXIS, figure, map_figure
+from torchrope_lab.engine.long_table import Cell, Columns, Quantity, ranking, row_of, table_of, with_interval
 from torchrope_lab.engine.runs import untrained
 from torchrope_lab.engine.study import Lab
 from torchrope_lab.engine.trained_models import Site, read_checkpoints, sites_of
@@ -30,7 +29,8 @@ HEADS, HEAD_DIM = 12, 64
 RELATIVE_CUTOFF = 1e-6
 """Singular values below this share of the largest are dropped, because they would need huge weights."""
 EXACT = 1e-9
-FIT, TRANSFORM = "best fit", "transform and back"
+WAYS = {"fit": "best fit", "back": "transform and back"}
+OUTSIDE = {"fit": "Best fit: energy outside the point", "back": "Transform and back: energy outside"}
 
 
 @dataclass(frozen=True)
@@ -144,17 +144,33 @@ def find(lab: Lab) -> Findings:
     for each in rotating:
         state = f"checkpoint, {'x'.join(map(str, each.sites[0].sizes))} tokens"
         measured.append(heads_of(each.sites[:1], each.name, state, f"{each.name} ({each.title})"))
+    by_cell = {Cell(heads.encoding, heads.state): heads for heads in measured}
+    outside = {way: _over_heads(by_cell, way, "outside", title, "%", 1) for way, title in OUTSIDE.items()}
+    columns: Columns = (
+        (Column("name", "Encoding"), lambda cell: f"{by_cell[cell].title or cell.arm}, {cell.level}"),
+        outside["fit"].column,
+        *_sharpness_columns(by_cell, "fit"),
+        (Column("dimension", "Dimensions, one head", digits=1), lambda cell: _mean_dimension(by_cell[cell])),
+        (Column("together", "All heads", digits=0), lambda cell: _dimension_of_all(by_cell[cell])),
+        (Column("tokens", "Of", digits=0), lambda cell: math.prod(by_cell[cell].sizes)),
+        outside["back"].column,
+        *_sharpness_columns(by_cell, "back"),
+        (Column("heads", "Heads", digits=0), lambda cell: len(by_cell[cell].blocks)),
+    )
     table = table_of(
         "Reconstruction of a point",
-        COLUMNS,
-        measured,
+        columns,
+        by_cell,
         _NOTE,
-        keys=lambda heads: {"encoding": heads.encoding, "state": heads.state},
+        keys=lambda cell: {"encoding": cell.arm, "state": cell.level},
     )
+    state = measured[-1].state
+    least = min((cell for cell in by_cell if cell.level == state), key=lambda cell: outside["fit"].estimates[cell].mean)
+    claim = f"By best fit ({state}) one head has least energy outside a point"
     return Findings(
-        answer=_answer(table.rows),
+        answer=f"{ranking(claim, {least: ''}, outside['fit'].interval)}.",
         tables=[table],
-        figures=[_maps(measured), _bars(table.rows)],
+        figures=[_maps(measured), _bars(outside)],
     )
 
 
@@ -185,14 +201,16 @@ def _dimension_of_all(heads: Heads) -> int:
     return int((strength > RELATIVE_CUTOFF**2 * strength[-1]).sum())
 
 
-def _sharpness_columns(way: str, title: str) -> Columns:
-    def mean(key: str, factor: int) -> Callable[[Heads], np.ndarray]:
-        return lambda heads: np.array([each[key] for each in heads.sharpness[way]]) * factor
+def _over_heads(by_cell: Mapping[Cell, Heads], way: str, key: str, title: str, unit: str, digits: int) -> Quantity:
+    """Return a measure of `sharpness`, whose examples are heads."""
+    values = {cell: np.array([[each[key] for each in heads.sharpness[way]]]) for cell, heads in by_cell.items()}
+    return Quantity(values, with_interval(f"{way}_{key}", title, unit, digits))
 
+
+def _sharpness_columns(by_cell: Mapping[Cell, Heads], way: str) -> Columns:
     return (
-        mean_column(f"{way}_outside", title, "%", 1, mean("outside", 100)),
-        mean_column(f"{way}_lines", "Of it on lines along the axes", "%", 1, mean("lines", 100)),
-        mean_column(f"{way}_width", "Width", "tokens", 2, mean("width", 1)),
+        _over_heads(by_cell, way, "lines", "Of it on lines along the axes", "%", 1).column,
+        _over_heads(by_cell, way, "width", "Width", "tokens", 2).column,
     )
 
 
@@ -200,15 +218,6 @@ def _mean_dimension(heads: Heads) -> float:
     return float(np.mean([dimension for _, dimension in heads.fits]))
 
 
-COLUMNS: Columns = (
-    (Column("name", "Encoding"), lambda heads: f"{heads.title or heads.encoding}, {heads.state}"),
-    *_sharpness_columns("fit", "Best fit: energy outside the point"),
-    (Column("dimension", "Dimensions, one head", digits=1), _mean_dimension),
-    (Column("together", "All heads", digits=0), _dimension_of_all),
-    (Column("tokens", "Of", digits=0), lambda heads: math.prod(heads.sizes)),
-    *_sharpness_columns("back", "Transform and back: energy outside"),
-    (Column("heads", "Heads", digits=0), lambda heads: len(heads.blocks)),
-)
 _NOTE = (
     "A point is 1 at a token and 0 at all others; means over all tokens. The best fit is by least squares "
     "from the matrix coefficients of R(p), cosines and sines for blocks of 2, without directions weaker than "
@@ -218,26 +227,14 @@ _NOTE = (
 )
 
 
-def _answer(rows: Sequence[Mapping[str, Any]]) -> str:
-    state = rows[-1]["state"]
-    ordered = sorted((row for row in rows if row["state"] == state), key=lambda row: row["fit_outside"])
-    least, most = (
-        f"with {row['encoding']}, "
-        + (f"{row['fit_outside']:.1f} %" if row["heads"] == 1 else percent(estimate_in(row, "fit_outside")))
-        for row in (ordered[0], ordered[-1])
-    )
-    others = f", and most {most}" if len(ordered) > 1 else ""
-    return f"By best fit one head has least energy outside a point {least}{others} ({state})."
-
-
 def _maps(measured: Sequence[Heads]) -> Figure:
     """Build maps of the middle point's reconstruction by the first head; for more than two axes, a plane through it."""
     panels = {}
     for heads in measured:
         middle = tuple(size // 2 for size in heads.sizes)
         point = int(np.ravel_multi_index(middle, heads.sizes))
-        for way, values in ((FIT, heads.fits[0][0][point]), (TRANSFORM, heads.back[0][point])):
-            panel = f"{heads.title or label(heads.encoding)}, {heads.state}, {way}"
+        for way, values in (("fit", heads.fits[0][0][point]), ("back", heads.back[0][point])):
+            panel = f"{heads.title or label(heads.encoding)}, {heads.state}, {WAYS[way]}"
             panels[panel] = np.atleast_2d(values.view(heads.sizes)[middle[:-2]].numpy())
     return map_figure(
         Axis("x", "Column", "tokens"),
@@ -251,15 +248,15 @@ def _maps(measured: Sequence[Heads]) -> Figure:
     )
 
 
-def _bars(rows: Sequence[Mapping[str, Any]]) -> Figure:
+def _bars(outside: Mapping[str, Quantity]) -> Figure:
     marks = [
         {
-            "panel": f"{row['state']}, {way}",
-            "name": row["encoding"],
-            **cells("outside", estimate_in(row, f"{key}_outside")),
+            "panel": f"{cell.level}, {WAYS[way]}",
+            "name": cell.arm,
+            **row_of([(with_interval("outside", ""), quantity.interval)], cell),
         }
-        for row in rows
-        for way, key in ((FIT, "fit"), (TRANSFORM, "back"))
+        for way, quantity in outside.items()
+        for cell in quantity.values
     ]
     return figure(
         "outside",
@@ -270,6 +267,4 @@ def _bars(rows: Sequence[Mapping[str, Any]]) -> Figure:
         "Lines are 95 % intervals over heads.",
         kind="points",
         panel="panel",
-        low="outside_low",
-        high="outside_high",
     )

@@ -1,7 +1,7 @@
 """Elements of trained generators, and their distance from commuting (ComRoPE table 8, figure 8)."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,26 +11,25 @@ from torch import Tensor
 
 from torchrope.encodings import Encoding, commutator_ratio, upper_triangle
 from torchrope.positions import per_axis
-from torchrope_lab.conclusion import Interval
 from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.engine.estimates import (
+from torchrope_lab.engine.estimates import drawn_mean, simultaneous_intervals, verdict_of, weighted_mean
+from torchrope_lab.engine.figures import Point, figure, line_figure
+from torchrope_lab.engine.long_table import (
     VERDICT,
+    Cell,
     Columns,
+    Quantity,
+    Statistic,
     change_sentence,
-    drawn_mean,
-    estimate_in,
-    format_interval,
-    simultaneous_intervals,
+    name_columns,
+    ranking,
     table_of,
-    verdict_of,
     with_interval,
 )
-from torchrope_lab.engine.figures import Point, figure, line_figure
 from torchrope_lab.engine.runs import Measure, Run, untrained
 from torchrope_lab.engine.study import Lab
-from torchrope_lab.engine.trained_models import NAME_COLUMNS, Measures, Site, select_models, sites_of
+from torchrope_lab.engine.trained_models import Measures, Site, select_models, sites_of
 from torchrope_lab.results import Axis, Column, Figure, Findings, Row
-from torchrope_lab.statistics import BootstrapEstimate, draw
 from torchrope_lab.training.models import Model
 
 START, END = "start", "end"
@@ -49,12 +48,52 @@ def find(lab: Lab) -> Findings:
     )
     if not measured:
         return Findings(models.unmeasured("None of the encodings has learned generators."))
-    free = {each.name: _change(each) for each in measured if START in each.results[0] and not _commutes(each)}
-    moved = simultaneous_intervals({name: change for name, change in free.items() if change.examples > 1})
-    table = table_of("Generators at the start and trained", _columns(moved), measured, _NOTE)
+    known = [each for each in measured if START in each.results[0]]
+    by_cell = {each.at(): each for each in measured}
+    sigma, distance = "σ trained", "Distance from commuting"
+
+    def over_heads(shown: Column, *keys: str, of: Statistic = weighted_mean) -> Quantity:
+        which = measured if keys[0] == END else known
+        return Quantity({each.at(): each.pool(*keys)[None] for each in which}, shown, of)
+
+    with_zeros = {cell: _with_zeros(each)[None] for cell, each in by_cell.items()}
+    apart = over_heads(with_interval("apart", f"{distance}, trained", digits=3), END, "apart")
+    changes = {each.at(): (each.pool(END, "apart") - each.pool(START, "apart"))[None] for each in known}
+    change = Quantity(changes, with_interval("moved", "Change", digits=3))
+    commuting = {cell for cell, each in by_cell.items() if each.results[0]["relative"]}
+    several = {cell: each for cell, each in change.estimates.items() if each.examples > 1 and cell not in commuting}
+    moved = simultaneous_intervals(several)
+
+    def verdict(cell: Cell) -> str:
+        if cell in commuting:
+            return "commutes"
+        if cell not in changes:
+            return "start unknown"
+        return verdict_of(moved[cell], "further", "nearer") if cell in moved else "one head"
+
+    unit, shown = "rad per unit", with_interval
+    columns: Columns = (
+        *name_columns(titles={each.name: each.title for each in measured}),
+        (Column("block", "Block size", digits=0), lambda cell: by_cell[cell].results[0][END]["block"]),
+        over_heads(shown("start", "σ at the start", unit, 3), START, "moments", of=deviation).column,
+        over_heads(shown("end", sigma, unit, 3), END, "moments", of=deviation).column,
+        Quantity(with_zeros, shown("with_zeros", f"{sigma}, zero blocks counted", unit, 3), deviation).column,
+        over_heads(shown("patch", sigma, "rad per patch", 3), END, "patch_moments", of=deviation).column,
+        over_heads(shown("apart_start", f"{distance}, at the start", digits=3), START, "apart").column,
+        apart.column,
+        (change.shown, lambda cell: moved.get(cell) or change.column[1](cell)),
+        (VERDICT, verdict),
+        over_heads(shown("path", "Change by training / initial norm", "%", 1), "path").column,
+    )
+    answer = "All generators commute by construction."
+    if moved:
+        answer = change_sentence("training", "the distance from commuting", moved, len(lab.seeds), "", 3)
+    elif free := {cell: "" for cell in by_cell if cell not in commuting}:
+        first = max(free, key=lambda cell: apart.estimates[cell].mean)
+        answer = f"{ranking('The distance from commuting is largest', {first: ''}, apart.interval, '', 3)}."
     return Findings(
-        answer=_answer(table.rows, moved, len(lab.seeds)),
-        tables=[table],
+        answer=answer,
+        tables=[table_of("Generators at the start and trained", columns, by_cell, _NOTE)],
         figures=[_by_layer(measured), *_densities(measured)],
     )
 
@@ -119,78 +158,21 @@ def relative_change(before: Sequence[Site], after: Sequence[Site]) -> list[float
     return shares
 
 
-def with_zeros(summary: Measures) -> np.ndarray:
+def _with_zeros(found: Measures) -> np.ndarray:
     """Return the moments of trained generators with the elements of zero blocks counted, `(heads, 3)`."""
-    return summary.pool(END, "moments") + np.outer(summary.pool(END, "zeros"), [1, 0, 0])
+    return found.pool(END, "moments") + np.outer(found.pool(END, "zeros"), [1, 0, 0])
 
 
 def _moments(elements: Tensor) -> list[float]:
     return [len(elements), elements.sum().item(), elements.square().sum().item()]
 
 
-def deviation(moments: np.ndarray) -> BootstrapEstimate:
-    """Compute the standard deviation of all elements, also for bootstrap draws of the heads."""
+def deviation(moments: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Compute the standard deviation of the elements of all heads in draws of the heads, `(draws, heads)`."""
     # `moments` are number, sum and sum of squares of each head's elements, `(heads, 3)`.
-
-    def of(moments: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        count, total, squares = np.moveaxis(weights @ moments, -1, 0)
-        count = np.maximum(count, 1)  # generators that are zero have no elements
-        return np.sqrt(np.maximum(squares / count - (total / count) ** 2, 0))
-
-    return draw([partial(of, moments)], len(moments))
-
-
-def _or_mean(found: BootstrapEstimate) -> tuple[float, float | None, float | None]:
-    """Return the mean with its interval, or without if there is one head."""
-    return found.interval() if found.examples > 1 else (found.mean, None, None)
-
-
-def _commutes(found: Measures) -> bool:
-    return bool(found.results[0]["relative"])
-
-
-def _change(found: Measures) -> BootstrapEstimate:
-    """Compute the change of the distance from commuting by training."""
-    return drawn_mean(found.pool(END, "apart") - found.pool(START, "apart"))
-
-
-def _columns(moved: Mapping[str, Interval]) -> Columns:
-    def if_known(value: Callable[[Measures], Any]) -> Callable[[Measures], Any]:
-        return lambda found: value(found) if START in found.results[0] else None
-
-    def verdict(found: Measures) -> str:
-        if _commutes(found):
-            return "commutes"
-        if START not in found.results[0]:
-            return "start unknown"
-        return verdict_of(moved[found.name], "further", "nearer") if found.name in moved else "one head"
-
-    def deviation_of(when: str, key: str) -> Callable[[Measures], Any]:
-        return lambda found: _or_mean(deviation(found.pool(when, key)))
-
-    start = if_known(lambda found: deviation(found.pool(START, "moments")).mean)
-    apart_start = if_known(lambda found: drawn_mean(found.pool(START, "apart")).mean)
-    change = if_known(lambda found: moved.get(found.name) or _or_mean(_change(found)))
-    path = if_known(lambda found: _or_mean(drawn_mean(100 * found.pool("path"))))
-    return (
-        *NAME_COLUMNS,
-        (Column("block", "Block size", digits=0), lambda found: found.results[0][END]["block"]),
-        (Column("start", "σ at the start", "rad per unit", 3), start),
-        (with_interval("end", "σ trained", "rad per unit", 3), deviation_of(END, "moments")),
-        (
-            with_interval("with_zeros", "σ trained, zero blocks counted", "rad per unit", 3),
-            lambda found: _or_mean(deviation(with_zeros(found))),
-        ),
-        (with_interval("patch", "σ trained", "rad per patch", 3), deviation_of(END, "patch_moments")),
-        (Column("apart_start", "Distance from commuting, at the start", digits=3), apart_start),
-        (
-            with_interval("apart", "Distance from commuting, trained", digits=3),
-            lambda found: _or_mean(drawn_mean(found.pool(END, "apart"))),
-        ),
-        (with_interval("moved", "Change", digits=3), change),
-        (VERDICT, verdict),
-        (with_interval("path", "Change by training / initial norm", "%", 1), path),
-    )
+    count, total, squares = np.moveaxis(weights @ moments, -1, 0)
+    count = np.maximum(count, 1)  # generators that are zero have no elements
+    return np.sqrt(np.maximum(squares / count - (total / count) ** 2, 0))
 
 
 _NOTE = (
@@ -201,32 +183,16 @@ _NOTE = (
 )
 
 
-def _answer(rows: Sequence[Mapping[str, Any]], moved: Mapping[str, Interval], seeds: int) -> str:
-    if moved:
-        return change_sentence("training", "the distance from commuting", moved, seeds, "", 3)
-    free = [row for row in rows if row["verdict"] != "commutes"]
-    if not free:
-        before = "" if all(row["start"] is None for row in rows) else ", before and after training"
-        return f"All generators commute by construction{before}."
-    furthest = max(free, key=lambda row: row["apart"])
-    found = estimate_in(furthest, "apart")
-    value = f"{found[0]:.3f}" if found[1] is None else format_interval(found, digits=3)
-    return f"The generators of {furthest['name']} are furthest from commuting, {value} of at most 1."
-
-
-def _known(found: Measures) -> dict[str, str]:
-    """Return the times at which generators are known: for a checkpoint only the end."""
-    return {when: title for when, title in WHEN.items() if when in found.results[0]}
-
-
 def _by_layer(measured: Sequence[Measures]) -> Figure:
     points: list[Point] = []
     for found in measured:
         layers = found.pool(END, "layer")
-        for when, title in _known(found).items():
+        for when, title in WHEN.items():
+            if when not in found.results[0]:
+                continue
             apart = found.pool(when, "apart")
             points += [
-                (found.name, title, int(layer), _or_mean(drawn_mean(apart[layers == layer])))
+                (found.name, title, int(layer), drawn_mean(apart[layers == layer]).interval())
                 for layer in np.unique(layers)
             ]
     return line_figure(

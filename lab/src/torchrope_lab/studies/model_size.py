@@ -3,7 +3,6 @@
 from typing import Any
 
 from torchrope.models import SIZES, SWIN_SIZES
-from torchrope_lab.engine.estimates import table_of
 from torchrope_lab.engine.grid import (
     Accuracy,
     AgainstMixed,
@@ -15,6 +14,7 @@ from torchrope_lab.engine.grid import (
     Section,
     Slope,
 )
+from torchrope_lab.engine.long_table import table_of
 from torchrope_lab.engine.reference import described
 from torchrope_lab.engine.study import Lab
 from torchrope_lab.results import Column
@@ -62,7 +62,7 @@ def _scaled(built: dict[str, Any], heads: int) -> dict[str, Any]:
 def _models(results: Results) -> Section:
     """Show the models."""
     lab, reference = results.lab, results.reference
-    built = {width: lab.blueprint(runs[0].run) for width, runs in results.grid[reference].items()}
+    built = {cell.level: lab.blueprint(runs[0].run) for cell, runs in results.runs.items() if cell.arm == reference}
     columns = (
         (Column("width", "Width of the model", "channels", 0), lambda width: width),
         (Column("heads", "Heads"), lambda width: _written(built[width].arguments, "num_heads")),

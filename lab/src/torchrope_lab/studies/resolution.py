@@ -1,35 +1,32 @@
 """Accuracy at other input sizes, and methods to improve it (LieRE fig. 2, ComRoPE table 3, RoPE-ViT figs. 4-6)."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from torchrope.encodings import NoEncoding
-from torchrope_lab.conclusion import Conclusion, Interval, caveat, join_names
+from torchrope_lab.conclusion import NOT_DIFFERENT, caveat, join_names
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import resolve_encoding
-from torchrope_lab.engine.estimates import (
+from torchrope_lab.engine.estimates import concluded, verdict, verdict_of
+from torchrope_lab.engine.figures import line_figure
+from torchrope_lab.engine.long_table import (
     NONE_POSSIBLE,
     SIMULTANEOUS,
     VERDICT,
+    Cell,
+    Changes,
     Columns,
-    concluded,
-    contrasts,
+    RightOrWrong,
+    at_levels,
     name_columns,
     not_learned,
-    percent,
+    ranking,
     table_of,
-    tied_with,
-    top1,
-    verdict,
-    verdict_of,
     with_interval,
 )
-from torchrope_lab.engine.figures import line_figure
 from torchrope_lab.engine.other_sizes import (
     GROWN,
     HOW_SIZED,
@@ -49,11 +46,7 @@ from torchrope_lab.training.models import on_lattice
 from torchrope_lab.training.sizes import KEPT_AXES, Size, size_of
 
 Arm = tuple[str, str]
-"""An encoding and a change, "" for none."""
-Results = dict[Size, dict[Arm, np.ndarray]]
-"""Correct (1) and wrong (0) answers of each arm at each size, `(seeds, examples)`."""
-Effects = dict[Size, dict[Arm, Interval]]
-"""Effects of changes in points."""
+"""An encoding and a change, the variant of its cells, "" for none."""
 
 SCALES = (0.5, 0.75, 1.25, 1.5, 2.0)
 MIXED_SCALES = (0.75, 1.0, 1.25)
@@ -174,14 +167,9 @@ def find(lab: Lab) -> Findings:
     }
     trained = iter(lab.train([run for runs in plan.values() for run in runs], lambda run: measures.get(run.key, ())))
     groups = {arm: [next(trained) for _ in runs] for arm, runs in plan.items()}
-    results = _evaluate(lab, groups, adapted, sizes)
-    effects = _effects(results)
-    conclusion = concluded(_unchanged(results[sizes.farthest]), constant_accuracy(lab.data.val_labels))
-    return Findings(
-        answer=_answer(results, effects, sizes, conclusion, len(lab.seeds)),
-        tables=_tables(results, effects, sizes, conclusion, _how_sized(lab.data, sizes)),
-        figures=_figures(results, effects, sizes),
-    )
+    top1 = _evaluate(lab, groups, adapted, sizes)
+    effects = top1.changes_by_level({cell: cell._replace(variant="") for cell in top1.values if cell.variant})
+    return _findings(lab, top1, effects, sizes)
 
 
 def _adaptations(lab: Lab, arm: Arm, run: Run, sizes: Sizes) -> list[Adaptation]:
@@ -198,9 +186,9 @@ def _measure(lab: Lab, adaptation: Adaptation, size: Size) -> Measure:
 
 def _evaluate(
     lab: Lab, groups: Mapping[Arm, Sequence[Trained]], adapted: Mapping[Arm, Sequence[Adaptation]], sizes: Sizes
-) -> Results:
+) -> RightOrWrong:
     """Collect the answers of the runs of all arms at all sizes, as trained and adapted."""
-    results: Results = {size: {} for size in sizes.all}
+    answers: dict[Cell, np.ndarray] = {}
     for (name, what), runs in sorted(groups.items(), key=lambda group: not group[0][1]):  # tables in this order
         for adaptation in adapted[name, what]:
             try:
@@ -208,15 +196,14 @@ def _evaluate(
             except ValueError as error:
                 lab.leave_out(f"{adaptation.what} of {name} is left out: {error}.")
             else:
-                for size in right:
-                    results[size][name, adaptation.what or what] = right[size]
-    for answers in results.values():
-        for name, what in [*groups]:
+                answers |= {Cell(name, _key(size), adaptation.what or what): right[size] for size in right}
+    for size in map(_key, sizes.all):
+        for name, what in groups:
             absolute, _, rotary = name.partition("+")
             for base, added in ((rotary, absolute), (absolute, rotary)):
                 if rotary and not what and (base, "") in groups:
-                    answers[base, f"{added}{ADDED}"] = answers[name, ""]
-    return results
+                    answers[Cell(base, size, f"{added}{ADDED}")] = answers[Cell(name, size)]
+    return RightOrWrong(answers)
 
 
 def _right(runs: Sequence[Trained], lab: Lab, size: Size, adaptation: Adaptation) -> np.ndarray:
@@ -225,19 +212,6 @@ def _right(runs: Sequence[Trained], lab: Lab, size: Size, adaptation: Adaptation
     if refused := next((found["refused"] for found in measured if "refused" in found), None):
         raise Mistake(refused)
     return np.stack([np.equal(answers["labels"], answers["predicted"]).astype(float) for answers in measured])
-
-
-def _effects(results: Results) -> Effects:
-    """Compute paired differences to the encoding without a change, simultaneous over all changes at a size."""
-    return {
-        size: contrasts({arm: (right, answers[arm[0], ""]) for arm, right in answers.items() if arm[1]})
-        for size, answers in results.items()
-    }
-
-
-def _unchanged(answers: Mapping[Arm, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the answers of encodings without a change."""
-    return {name: right for (name, what), right in answers.items() if not what}
 
 
 # ---- tables and figures
@@ -251,62 +225,79 @@ def _shown(size: Size) -> str:
     return " × ".join(map(str, size))
 
 
-_NAMES = name_columns(itemgetter(0))
-
-
-def _at_sizes(sizes: Sequence[Size], unit: str, value: Callable[[Size, Arm], Interval]) -> Columns:
-    return [(with_interval(f"at{_key(size)}", _shown(size), unit, 1), partial(value, size)) for size in sizes]
-
-
-def _tables(results: Results, effects: Effects, sizes: Sizes, conclusion: Conclusion, how: str) -> list[Table]:
-    which, last = "largest" if sizes.larger else "smallest", results[sizes.farthest]
-    arms = sorted((arm for arm in last if not arm[1]), key=lambda arm: -last[arm].mean())
-    kept = contrasts({arm: (last[arm], results[sizes.trained][arm]) for arm in arms})
+def _findings(lab: Lab, top1: RightOrWrong, effects: Changes, sizes: Sizes) -> Findings:
+    """Compare the encodings, and every change with the encoding without it."""
+    farthest, trained = _key(sizes.farthest), _key(sizes.trained)
+    right = {cell: right for cell, right in top1.values.items() if cell.level == farthest and not cell.variant}
+    arms = sorted(right, key=lambda cell: -right[cell].mean())
+    kept = top1.changes({cell: cell._replace(level=trained) for cell in arms})
+    conclusion = concluded({cell.arm: right[cell] for cell in arms}, constant_accuracy(lab.data.val_labels))
+    verdicts = {cell: verdict(conclusion, cell.arm) for cell in arms}
+    which = "largest" if sizes.larger else "smallest"
+    about = f"Verdicts are at the {which} size."
     columns: Columns = (
-        *_NAMES,
-        *_at_sizes(sizes.all, "%", lambda size, arm: top1(results[size][arm])),
+        *name_columns(),
+        *at_levels(top1.interval, {_key(size): _shown(size) for size in sizes.all}, "%"),
         (with_interval("kept", f"{which.capitalize()} minus training size", "points", 1), kept.get),
-        (VERDICT, lambda arm: verdict(conclusion, arm[0])),
+        (VERDICT, verdicts.get),
     )
-    note = f"{how} Verdicts are at the {which} size. {which.capitalize()} minus training size: {SIMULTANEOUS}"
+    how = f"Trained at {_shown(sizes.trained)}; inputs {HOW_SIZED[lab.data.other_sizes]}. {about}"
+    note = f"{how} {which.capitalize()} minus training size: {SIMULTANEOUS}"
     tables = [table_of("Top-1 by inference size", columns, arms, note)]
+    at_farthest = [cell for cell in effects if cell.level == farthest]
+    for title, changed in _by_title(at_farthest).items():
+        tables.append(_table_of_changes(title, changed, effects, sizes, about))
+    where = f"At {_shown(sizes.farthest)} ({sizes.scale(sizes.farthest):.3g} times the training size)"
+    best = [cell for cell in arms if cell.arm == conclusion.best]
+    tied = dict.fromkeys(map(Cell, conclusion.tied), NOT_DIFFERENT)
+    claim = (
+        ranking(f"{where} top-1 is highest", {**dict.fromkeys(best, ""), **tied}, top1.interval)
+        if best
+        else f"{where} {not_learned('the best encoding', conclusion.chance)}"
+    )
+    return Findings(f"{claim}.{caveat(len(lab.seeds))}", tables, _figures(top1, arms, at_farthest, effects, sizes))
+
+
+def _table_of_changes(title: str, changed: Sequence[Cell], effects: Changes, sizes: Sizes, about: str) -> Table:
+    """Show paired differences of top-1 by size, of cells at the farthest size."""
+    shared = [size for size in sizes.all if all(cell._replace(level=_key(size)) in effects for cell in changed)]
+    columns: Columns = (
+        *name_columns(),
+        (Column("what", "With"), lambda cell: cell.variant),
+        *at_levels(effects.get, {_key(size): _shown(size) for size in shared}, "points"),
+        (VERDICT, lambda cell: verdict_of(effects[cell])),
+    )
     note = "Paired differences of top-1 to the encoding without it, simultaneous over all changes at a size."
-    for title, changed in _by_title(effects[sizes.farthest]).items():
-        columns = (
-            *_NAMES,
-            (Column("what", "With"), itemgetter(1)),
-            *_at_sizes([size for size in sizes.all if {*changed} <= {*effects[size]}], "points",
-                       lambda size, arm: effects[size][arm]),
-            (VERDICT, lambda arm: verdict_of(effects[sizes.farthest][arm])),
-        )  # fmt: skip
-        tables.append(table_of(title, columns, changed, f"{note} Verdicts are at the {which} size."))
-    return tables
+    return table_of(title, columns, changed, f"{note} {about}")
 
 
-def _by_title(changed: Iterable[Arm]) -> dict[str, list[Arm]]:
+def _by_title(changed: Iterable[Cell]) -> dict[str, list[Cell]]:
     """Group changes by the title of their table."""
-    groups: dict[str, list[Arm]] = {}
-    for arm in changed:
-        title = "Effect of combining two encodings" if arm[1].endswith(ADDED) else f"Effect of {arm[1]}"
-        groups.setdefault(TITLES.get(arm[1], title), []).append(arm)
+    groups: dict[str, list[Cell]] = {}
+    for cell in changed:
+        what = cell.variant
+        title = "Effect of combining two encodings" if what.endswith(ADDED) else f"Effect of {what}"
+        groups.setdefault(TITLES.get(what, title), []).append(cell)
     return groups
 
 
-def _figures(results: Results, effects: Effects, sizes: Sizes) -> list[Figure]:
+def _figures(
+    top1: RightOrWrong, arms: Sequence[Cell], changed: Sequence[Cell], effects: Changes, sizes: Sizes
+) -> list[Figure]:
     scale = Axis("scale", "Input size over training size", "times")
+    at_sizes = [(size, _key(size)) for size in sizes.all]
     reached = [
-        (name, _shown(size), sizes.scale(size), top1(results[size][name, ""]))
-        for name in _unchanged(results[sizes.farthest])
-        for size in sizes.all
+        (cell.arm, _shown(size), sizes.scale(size), top1.interval(cell._replace(level=level)))
+        for cell in arms
+        for size, level in at_sizes
     ]
-    changed = [
-        (name, what, sizes.scale(size), effects[size][name, what])
-        for arms in _by_title(effects[sizes.farthest]).values()
-        for name, what in arms
-        for size in sizes.all
-        if (name, what) in effects[size]
+    moved = [
+        (cell.arm, cell.variant, sizes.scale(size), effects[cell._replace(level=level)])
+        for cell in changed
+        for size, level in at_sizes
+        if cell._replace(level=level) in effects
     ]
-    figures = [
+    return [
         line_figure(
             scale,
             Axis("top1", "Top-1", "%"),
@@ -320,33 +311,10 @@ def _figures(results: Results, effects: Effects, sizes: Sizes) -> list[Figure]:
         line_figure(
             scale,
             Axis("points", "Change of top-1", "points"),
-            changed,
+            moved,
             panel="what",
             name="changes-by-size",
             title="Effect of changes by size",
             caption="Paired differences to the same encoding without the change; above zero it improves accuracy.",
         ),
     ]
-    return [figure for figure in figures if figure.rows]
-
-
-# ---- sentences
-
-
-def _answer(results: Results, effects: Effects, sizes: Sizes, conclusion: Conclusion, seeds: int) -> str:
-    farthest, at_farthest = sizes.farthest, effects[sizes.farthest]
-    where = f"At {_shown(farthest)} ({sizes.scale(farthest):.3g} times the training size)"
-    if conclusion.best is None:
-        return f"{where} {not_learned('the best encoding', conclusion.chance)}.{caveat(seeds)}"
-    reached = f"{where} {conclusion.best} reaches {percent(top1(results[farthest][conclusion.best, '']))}"
-    better = {arm: effect for arm, effect in at_farthest.items() if effect.low > 0}
-    clause = f"; {len(better)} of {len(at_farthest)} changes significantly help" if at_farthest else ""
-    if better:
-        name, what = max(better, key=lambda arm: better[arm].estimate)
-        clause += f", most {what} for {name}"
-    return f"{reached}{tied_with(conclusion.tied)}{clause}.{caveat(seeds)}"
-
-
-def _how_sized(data: DataModule, sizes: Sizes) -> str:
-    """Describe in a sentence how inputs of other sizes are made."""
-    return f"Trained at {_shown(sizes.trained)}; inputs {HOW_SIZED[data.other_sizes]}."

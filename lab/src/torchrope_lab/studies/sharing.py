@@ -2,14 +2,7 @@
 
 from torchrope_lab.conclusion import join_names
 from torchrope_lab.encodings import resolve_encoding
-from torchrope_lab.engine.grid import (
-    Accuracy,
-    AgainstLevel,
-    Factor,
-    Levels,
-    OneFactor,
-    parameters,
-)
+from torchrope_lab.engine.grid import Accuracy, AgainstLevel, Factor, Levels, OneFactor, parameters
 from torchrope_lab.engine.registry import STUDIES
 from torchrope_lab.engine.study import Lab
 from torchrope_lab.training.cost import count_encoding_parameters

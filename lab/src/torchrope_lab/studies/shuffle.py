@@ -1,6 +1,6 @@
 """Accuracy drop with shuffled patches, frames or positions (LieRE tables 3 and 4)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -8,28 +8,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrope_lab.conclusion import NOT_DIFFERENT, Interval, caveat
+from torchrope_lab.conclusion import caveat
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.transforms import shuffle_patches
-from torchrope_lab.engine.estimates import (
+from torchrope_lab.engine.figures import ENCODING_AXIS, TOP1_AXIS, figure
+from torchrope_lab.engine.long_table import (
     NONE_POSSIBLE,
     Columns,
-    contrasts,
-    drawn_mean,
-    estimate_in,
-    points,
-    rank,
+    Quantity,
+    RightOrWrong,
+    name_columns,
+    ranking,
+    row_of,
     table_of,
-    tied_with,
-    top1,
     with_interval,
 )
-from torchrope_lab.engine.figures import ENCODING_AXIS, TOP1_AXIS, figure
 from torchrope_lab.engine.runs import Measure
 from torchrope_lab.engine.study import Lab
-from torchrope_lab.engine.trained_models import NAME_COLUMNS, Measures, select_models
-from torchrope_lab.results import Column, Figure, Findings, Table
-from torchrope_lab.statistics import constant_accuracy, draw
+from torchrope_lab.engine.trained_models import select_models
+from torchrope_lab.results import Column, Findings, Table
+from torchrope_lab.statistics import constant_accuracy
 from torchrope_lab.training.evaluate import predict, shuffler
 from torchrope_lab.training.models import Model, TokenClassifier
 
@@ -52,13 +50,29 @@ def find(lab: Lab) -> Findings:
     measured = models.measure(lambda _: Measure(name, partial(shuffled, kinds=kinds)))
     if not measured:
         return Findings(models.unmeasured(NONE_POSSIBLE))
-    chance = constant_accuracy(measured[0].stack("labels")[0])
-    tables = {kind: _table(measured, kind, chance) for kind in kinds}
-    return Findings(
-        answer=_answer(tables, len(lab.seeds)),
-        tables=list(tables.values()),
-        figures=[_figure(tables, chance)],
+    labels = measured[0].stack("labels")
+    top1 = RightOrWrong({
+        each.at(kind): np.equal(labels[0], each.stack(kind, "predicted")).astype(float)
+        for each in measured for kind in (INTACT, *kinds)
+    })  # fmt: skip
+    chance = f"Chance is {100 * constant_accuracy(labels[0]):.1f} %."
+    tables, clauses = zip(*(_shuffled_by(kind, top1, chance) for kind in kinds), strict=True)
+    rows = [
+        {"name": cell.arm, "inputs": TITLES[str(cell.level)], **row_of([top1.column], cell)}
+        for cell in sorted(top1.values, key=lambda cell: (INTACT, *kinds).index(cell.level))
+    ]
+    by_inputs = figure(
+        "top1-shuffled",
+        "Top-1 as trained and shuffled",
+        TOP1_AXIS,
+        ENCODING_AXIS,
+        rows,
+        f"Lines are 95 % intervals. {chance}",
+        kind="points",
+        series="inputs",
     )
+    said = "; ".join(clauses)
+    return Findings(f"{said[0].upper()}{said[1:]}.{caveat(len(lab.seeds))}", tables, [by_inputs])
 
 
 def _kinds(lab: Lab) -> list[str]:
@@ -86,80 +100,34 @@ def _shuffler_of(kind: str, model: Model, axes: Sequence[str]) -> Callable[[Tens
     return partial(shuffle_patches, patch_size=frames, generator=torch.Generator().manual_seed(SEED))
 
 
-def _table(measured: Sequence[Measures], kind: str, chance: float) -> Table:
-    """Build the table of the accuracy drop of every encoding by one kind of shuffling, the largest first."""
-    right = {each.name: (_right(each, INTACT), _right(each, kind)) for each in measured}
-    drops = contrasts(right)
-    verdicts = rank({name: drawn_mean(before - after) for name, (before, after) in right.items()})
+def _shuffled_by(kind: str, top1: RightOrWrong, chance: str) -> tuple[Table, str]:
+    """Build the table of the drops by one kind of shuffling, the largest first, and the clause about the largest."""
+    intact = [cell for cell in top1.values if cell.level == INTACT]
+    rights = {cell: (top1.values[cell], top1.values[cell._replace(level=kind)]) for cell in intact}
+    drops = top1.changes({cell: cell._replace(level=kind) for cell in rights})
+    drop = Quantity({cell: before - after for cell, (before, after) in rights.items()}, with_interval("drop", "Drop"))
+    both = {cell: np.stack(pair, axis=-1) for cell, pair in rights.items() if pair[0].any()}
+    lost = Quantity(both, with_interval("lost", "Share lost", "%", 1), share_lost)
+    verdicts = drop.ranks(INTACT)
     columns: Columns = (
-        *NAME_COLUMNS,
-        (with_interval("before", "Before", "%", 1), lambda each: top1(right[each.name][0])),
-        (with_interval("after", "After", "%", 1), lambda each: top1(right[each.name][1])),
-        (with_interval("drop", "Drop", "points", 1), lambda each: drops[each.name]),
-        (with_interval("lost", "Share lost", "%", 1), lambda each: share_lost(*right[each.name])),
-        (Column("verdict", "Drop, verdict"), lambda each: VERDICTS.get(verdicts[each.name], verdicts[each.name])),
+        *name_columns(),
+        (with_interval("before", "Before", "%", 1), top1.interval),
+        (with_interval("after", "After", "%", 1), lambda cell: top1.interval(cell._replace(level=kind))),
+        (with_interval("drop", "Drop", "points", 1), drops.get),
+        lost.column,
+        (Column("verdict", "Drop, verdict"), lambda cell: VERDICTS.get(verdicts[cell], verdicts[cell])),
     )
     note = (
         f"{ABOUT[kind]} Drops are paired, with intervals that are simultaneous over all rows; verdicts are over all "
-        f"pairs. The share lost is the drop over the accuracy before, as in papers. Chance is {100 * chance:.1f} %."
+        f"pairs. The share lost is the drop over the accuracy before, as in papers. {chance}"
     )
-    largest_first = sorted(measured, key=lambda each: list(verdicts).index(each.name))
-    return table_of(f"Top-1 with {kind} shuffled", columns, largest_first, note)
+    clause = f"with {kind} shuffled no drop of top-1 is significant"
+    if any(each.low > 0 for each in drops.values()):
+        clause = ranking(f"with {kind} shuffled top-1 drops most", verdicts, drops.__getitem__, " points")
+    return table_of(f"Top-1 with {kind} shuffled", columns, verdicts, note), clause
 
 
-def share_lost(before: np.ndarray, after: np.ndarray) -> Interval | None:
-    """Compute the share of accuracy lost, (before - after) / before in percent, with its 95 % interval."""
-    # Arrays are right or wrong, `(seeds, examples)`; None if no example was right before.
-    if not before.any():
-        return None
-
-    def lost(before: np.ndarray, after: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        right = weights @ before
-        return 100 * (1 - np.divide(weights @ after, right, out=np.ones_like(right), where=right > 0))
-
-    each_seed = [partial(lost, *pair) for pair in zip(before, after, strict=True)]
-    return draw(each_seed, before.shape[1]).interval()
-
-
-def _right(measured: Measures, kind: str) -> np.ndarray:
-    """Return correct (1) and wrong (0) answers, `(seeds, examples)`."""
-    return np.equal(measured.stack("labels"), measured.stack(kind, "predicted")).astype(float)
-
-
-def _answer(tables: Mapping[str, Table], seeds: int) -> str:
-    text = "; ".join(_clause(kind, table.rows) for kind, table in tables.items())
-    return f"{text[0].upper()}{text[1:]}.{caveat(seeds)}"
-
-
-def _clause(kind: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    first, *others = rows
-    drop = points(estimate_in(first, "drop"))
-    if not any(row["drop_low"] > 0 for row in rows):
-        return f"with {kind} shuffled this run shows no drop: at most {drop}, of {first['name']}"
-    tied = [row["name"] for row in others if row["verdict"] == NOT_DIFFERENT]
-    return f"with {kind} shuffled {first['name']} drops most, {drop}{tied_with(tied)}"
-
-
-def _figure(tables: Mapping[str, Table], chance: float) -> Figure:
-    states = [(INTACT, "before", next(iter(tables.values()))), *((kind, "after", at) for kind, at in tables.items())]
-    rows = [
-        {
-            "name": row["name"],
-            "inputs": TITLES[kind],
-            **dict(zip(("top1", "low", "high"), estimate_in(row, key), strict=True)),
-        }
-        for kind, key, table in states
-        for row in table.rows
-    ]
-    return figure(
-        "top1-shuffled",
-        "Top-1 as trained and shuffled",
-        TOP1_AXIS,
-        ENCODING_AXIS,
-        rows,
-        f"Lines are 95 % intervals. Chance is {100 * chance:.1f} %.",
-        kind="points",
-        series="inputs",
-        low="low",
-        high="high",
-    )
+def share_lost(before_and_after: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Compute the share of accuracy lost, (before - after) / before, of right or wrong `(examples, 2)`."""
+    before, after = (weights @ before_and_after).T
+    return 1 - np.divide(after, before, out=np.ones_like(before), where=before > 0)

@@ -3,9 +3,9 @@
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from importlib import resources
 from math import isfinite, nan
 from pathlib import Path
@@ -18,19 +18,19 @@ from rich.progress import Progress
 
 from torchrope.files import write_whole
 from torchrope.positions import grid
-from torchrope_lab.conclusion import Interval, join_names
 from torchrope_lab.encodings import load_modules
 from torchrope_lab.engine.descriptions import label
 from torchrope_lab.engine.dry_run import NotTrained
-from torchrope_lab.engine.estimates import (
+from torchrope_lab.engine.figures import cells_figure, map_figure
+from torchrope_lab.engine.long_table import (
     SIMULTANEOUS,
-    in_percent,
+    Cell,
+    Quantity,
+    at_levels,
     name_columns,
-    simultaneous_intervals,
     table_of,
     with_interval,
 )
-from torchrope_lab.engine.figures import cells_figure, map_figure
 from torchrope_lab.engine.published import cite
 from torchrope_lab.engine.study import Lab
 from torchrope_lab.engine.workers import run_calls
@@ -38,7 +38,6 @@ from torchrope_lab.files import read_mapping
 from torchrope_lab.mistakes import Mistake
 from torchrope_lab.results import Axis, Column, Figure, Findings, Table
 from torchrope_lab.settings.probes_config import ProbesConfig
-from torchrope_lab.statistics import over_seeds
 from torchrope_lab.studies.probes.abilities import ABILITIES, Ability, weights_of
 from torchrope_lab.studies.probes.layer import CONDITIONS, TRAINED, Probe, score, train_probe
 
@@ -74,56 +73,15 @@ def run_job(job: Job, folder: Path, config: ProbesConfig) -> None:
     write_whole(job.file(folder, config), json.dumps(content))
 
 
-class Contrast(NamedTuple):
-    """Two encodings that are compared in an ability."""
-
-    higher: str
-    lower: str
-    ability: str
-
-
-@dataclass(frozen=True)
-class Results:
-    """Scores of all probes."""
-
-    encodings: Sequence[str]
-    abilities: Sequence[Ability]
-    head_dim: int  # of the main tables
-    seeds: int
-    measured: Mapping[Job, Mapping[str, Any]]  # `scores` of each probe, by condition, None where it does not apply
-
-    def of(self, encoding: str, ability: str, condition: str = TRAINED.name, head_dim: int | None = None) -> np.ndarray:
-        """Return the scores over seeds; NaN where the condition does not apply."""
-        jobs = [Job(encoding, ability, head_dim or self.head_dim, seed) for seed in range(self.seeds)]
-        values = [self.measured[job]["scores"][condition] for job in jobs]
-        return np.array([nan if value is None or not isfinite(value) else value for value in values])
-
-    def interval(self, encoding: str, ability: str, **at: Any) -> Interval | None:
-        """Return the mean over seeds with its interval; None where the condition does not apply."""
-        values = self.of(encoding, ability, **at)
-        return None if np.isnan(values).any() else over_seeds(values).interval()
-
-    def percent(self, encoding: str, ability: str, **at: Any) -> Interval | None:
-        """Return `interval` in percent."""
-        interval = self.interval(encoding, ability, **at)
-        return interval and in_percent(interval)
-
-    def leads(self, contrasts: Sequence[Contrast]) -> dict[Contrast, Interval]:
-        """Return how many points one encoding is ahead of another, paired by seed, with simultaneous intervals."""
-        gaps = {each: self.of(each.higher, each.ability) - self.of(each.lower, each.ability) for each in contrasts}
-        found = simultaneous_intervals({contrast: over_seeds(gap) for contrast, gap in gaps.items()})
-        return {contrast: in_percent(interval) for contrast, interval in found.items()}
-
-    @cached_property
-    def means(self) -> np.ndarray:
-        """Mean scores over seeds, `(abilities, encodings)`."""
-        rows = [[self.of(name, each.name).mean() for name in self.encodings] for each in self.abilities]
-        return np.array(rows)
-
-    @property
-    def having_one(self) -> np.ndarray:
-        """Which encodings have one of the abilities or more."""
-        return self.means.max(axis=0) >= _threshold()
+def scores_of(measured: Mapping[Job, Mapping[str, Any]], head_dim: int, condition: str = TRAINED.name) -> Quantity:
+    """Return the share explained of each encoding and ability, where the condition applies."""
+    values: dict[Cell, list[list[float]]] = {}
+    for job, each in measured.items():
+        if job.head_dim == head_dim:
+            score = each["scores"][condition]
+            values.setdefault(Cell(job.encoding, job.ability), []).append([nan if score is None else score])
+    known = {cell: np.array(seeds) for cell, seeds in values.items() if np.isfinite(seeds).all()}
+    return Quantity(known, Column("score", "Explained", "%", 0))
 
 
 def find(lab: Lab) -> Findings:
@@ -149,17 +107,21 @@ def find(lab: Lab) -> Findings:
         lab.leave_out(f"{label(name)} is left out: its training diverged ({job.ability}, seed {job.seed}).")
     if not (encodings := [name for name in encodings if name not in diverged]):
         raise Mistake(f"none of the encodings can be probed: {' '.join(lab.left_out)}")
-    results = Results(encodings, abilities, config.channels[0], len(lab.seeds), measured)
-    predicted = _predictions(results)
+    measured = {job: each for job, each in measured.items() if job.encoding in encodings}
+    scores = scores_of(measured, config.channels[0])
+    predicted = _predictions(scores)
     return Findings(
-        answer=_answer(results, predicted),
+        answer=_answer(scores, encodings, abilities, predicted),
         tables=[
-            *_tables(results),
-            *_capacity(results, config),
-            *_of_predictions(predicted),
-            *_claims(results),
+            *_tables(measured, encodings, abilities, config),
+            _of_predictions(scores, predicted),
+            _claims(scores),
         ],
-        figures=[_matrix(results), *_transfer(results), *_masks(results, config), *_correlation(results)],
+        figures=[
+            _matrix(scores, encodings, abilities),
+            _transfer(measured, scores, encodings, config),
+            _masks(abilities, config),
+        ],
     )
 
 
@@ -197,12 +159,12 @@ def _run(lab: Lab, jobs: Sequence[Job], config: ProbesConfig) -> dict[Job, dict[
 # ---- what is measured
 
 
-def _matrix(results: Results) -> Figure:
+def _matrix(scores: Quantity, encodings: Sequence[str], abilities: Sequence[Ability]) -> Figure:
     cells = [
-        (ability.title, label(encoding), round(100 * interval.estimate, 2))
-        for encoding in results.encodings
-        for ability in results.abilities
-        if (interval := results.interval(encoding, ability.name))
+        (ability.title, label(encoding), round(scores.interval(cell).estimate, 2))
+        for encoding in encodings
+        for ability in abilities
+        if (cell := Cell(encoding, ability.name)) in scores.values
     ]
     title, caption = (
         "What each encoding lets attention gather",
@@ -216,91 +178,64 @@ def _names(key: str) -> Axis:
     return Axis(key, key.capitalize(), scale="category")
 
 
-def _tables(results: Results) -> list[Table]:
-    scores = [one["scores"] for one in results.measured.values()]
-    applying = [each for each in CONDITIONS if any(score[each.name] is not None for score in scores)]
-    titles = {each: "Explained" if each is TRAINED else "Explained without more training" for each in applying}
-    return [_table(results, f"{title}: {each.title.lower()}", each.name) for each, title in titles.items()]
+def _tables(
+    measured: Mapping[Job, Any], encodings: Sequence[str], abilities: Sequence[Ability], config: ProbesConfig
+) -> list[Table]:
+    """Show the scores under every condition that applies, and by the number of channels of a head."""
+    tables, titles = [], {each.name: each.title for each in abilities}
+    for condition in CONDITIONS:
+        scores = scores_of(measured, config.channels[0], condition.name)
+        if scores.values:
+            more = "" if condition is TRAINED else " without more training"
+            columns = (*name_columns(), *at_levels(scores.column[1], titles, "%", 0, prefix=""))
+            title, note = f"Explained{more}: {condition.title.lower()}", "Means over seeds with 95 % intervals."
+            tables.append(table_of(title, columns, map(Cell, encodings), note))
+    if len(config.channels) > 1:
+        by_channels = {size: scores_of(measured, size) for size in sorted(config.channels)}
+        columns = (
+            *name_columns(),
+            (Column("ability", "Ability"), lambda cell: ABILITIES[cell.level].title),
+            *((with_interval(f"d{size}", f"{size} channels", "%", 0), scores.column[1])
+              for size, scores in by_channels.items()),
+        )  # fmt: skip
+        cells = [Cell(encoding, ability.name) for encoding in encodings for ability in abilities]
+        tables.append(table_of("Explained by the number of channels of a head", columns, cells))
+    return tables
 
 
-def _table(results: Results, title: str, condition: str) -> Table:
-    def value(ability: Ability) -> Callable[[str], Any]:
-        return lambda encoding: results.percent(encoding, ability.name, condition=condition)
-
-    columns = [
-        *name_columns(),
-        *((with_interval(ability.name, ability.title, "%", 0), value(ability)) for ability in results.abilities),
-    ]
-    return table_of(title, columns, results.encodings, "Means over seeds with 95 % intervals.")
-
-
-def _transfer(results: Results) -> list[Figure]:
+def _transfer(measured: Mapping[Job, Any], scores: Quantity, encodings: Sequence[str], config: ProbesConfig) -> Figure:
     """Show the mean over the abilities that an encoding has, under each condition."""
     cells = []
-    for encoding in results.encodings:
-        able = [each.name for each in results.abilities if results.of(encoding, each.name).mean() >= _threshold()]
-        for condition in CONDITIONS if able else ():
-            values = np.array([results.of(encoding, name, condition.name) for name in able])
-            if not np.isnan(values).any():
-                share = 100 * float(np.clip(values, 0, 1).mean())
+    for condition in CONDITIONS:
+        found = scores_of(measured, config.channels[0], condition.name).values
+        for encoding in encodings:
+            able = [cell for cell in _able(scores) if cell.arm == encoding]
+            if able and all(cell in found for cell in able):
+                share = 100 * float(np.clip([found[cell] for cell in able], 0, 1).mean())
                 cells.append((condition.title, label(encoding), round(share, 2)))
     title = "What is kept without more training"
     caption = f"Mean over the abilities of which an encoding explains {100 * _threshold():.0f} % or more in training."
     axes = (_names("condition"), _names("encoding"), replace(_EXPLAINED, key="kept"))
-    return [cells_figure(*axes, cells, name="transfer", title=title, caption=caption)] if cells else []
+    return cells_figure(*axes, cells, name="transfer", title=title, caption=caption)
 
 
-def _capacity(results: Results, config: ProbesConfig) -> list[Table]:
-    """Show the scores by the number of channels of a head."""
-    if len(config.channels) == 1:
-        return []
-    items = [(encoding, ability) for encoding in results.encodings for ability in results.abilities]
-
-    def value(head_dim: int) -> Callable[[tuple[str, Ability]], Any]:
-        return lambda item: results.percent(item[0], item[1].name, head_dim=head_dim)
-
-    columns = [
-        *name_columns(lambda item: item[0]),
-        (Column("ability", "Ability"), lambda item: item[1].title),
-        *((with_interval(f"d{size}", f"{size} channels", "%", 0), value(size)) for size in sorted(config.channels)),
-    ]
-    return [table_of("Explained by the number of channels of a head", columns, items)]
+def _able(scores: Quantity) -> list[Cell]:
+    """Return the encodings with their abilities."""
+    return [cell for cell, values in scores.values.items() if values.mean() >= _threshold()]
 
 
-def _masks(results: Results, config: ProbesConfig) -> list[Figure]:
+def _masks(abilities: Sequence[Ability], config: ProbesConfig) -> Figure:
     """Show what each ability asks of a query in the middle of the lattice, with two axes."""
-    if config.axes != 2:
-        return []
     places = grid(*config.sizes, dtype=torch.float64)
-    middle = (config.sizes[0] // 2) * config.sizes[1] + config.sizes[1] // 2
+    middle = int(np.ravel_multi_index([size // 2 for size in config.sizes], config.sizes))
     maps = {
         ability.title: weights_of(ability, places)[middle].view(config.sizes).numpy()
-        for ability in results.abilities
-        if not ability.marked
+        for ability in abilities
+        if not ability.marked and config.axes == 2
     }
-    if not maps:
-        return []
     x, y, colour = Axis("x", "x"), Axis("y", "y"), Axis("weight", "Weight")
     middle_of = f"Of the query at row and column {config.sizes[0] // 2}, counted from 0."
-    return [map_figure(x, y, colour, maps, name="masks", title="What is gathered", caption=middle_of)]
-
-
-def _correlation(results: Results) -> list[Figure]:
-    """Show which abilities order the encodings alike, those aside that have none of them."""
-    means = results.means[:, results.having_one]
-    if len(means) < 2 or means.shape[1] < 4:
-        return []
-    varied = [index for index, row in enumerate(means) if row.std() > 0]
-    correlation = np.corrcoef(means[varied])
-    cells = [
-        (results.abilities[i].title, results.abilities[j].title, round(float(correlation[a, b]), 3))
-        for a, i in enumerate(varied)
-        for b, j in enumerate(varied)
-    ]
-    x, y = (Axis(key, "Ability", scale="category") for key in ("one", "other"))
-    colour, title = Axis("r", "Correlation over encodings"), "Correlation of abilities over encodings"
-    caption = f"Of encodings that explain {100 * _threshold():.0f} % or more of one ability."
-    return [cells_figure(x, y, colour, cells, name="correlation", title=title, caption=caption)]
+    return map_figure(x, y, colour, maps, name="masks", title="What is gathered", caption=middle_of)
 
 
 # ---- predictions
@@ -317,105 +252,68 @@ def _threshold() -> float:
     return _file()["threshold"]
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """What theory says of an encoding's ability and why, and the mean score over seeds with its interval."""
+class Prediction(NamedTuple):
+    """What theory says of an encoding's ability and why, and whether it was measured."""
 
-    encoding: str
-    ability: Ability
     can: bool
     because: str
-    measured: Interval
-
-    @property
-    def verdict(self) -> str:
-        """Whether the measured interval lies on the predicted side of the threshold."""
-        above, below = self.measured.low > _threshold(), self.measured.high < _threshold()
-        if not above and not below:
-            return "undecided"
-        return "as predicted" if above == self.can else "not as predicted"
+    verdict: str
 
 
-def _predictions(results: Results) -> list[Prediction]:
+def _predictions(scores: Quantity) -> dict[Cell, Prediction]:
+    """Compare predictions with the side of the threshold on which the measured interval lies."""
     family = {encoding: family for family in _file()["families"] for encoding in family["encodings"]}
-    return [
-        Prediction(encoding, ability, ability.name in family[encoding]["can"], family[encoding]["because"], measured)
-        for encoding in results.encodings
-        if encoding in family
-        for ability in results.abilities
-        if ability.name in (*family[encoding]["can"], *family[encoding]["cannot"])
-        and (measured := results.interval(encoding, ability.name))
-    ]
+    predicted = {}
+    for cell in scores.values:
+        of_family = family.get(cell.arm, {"can": [], "cannot": []})
+        if cell.level not in (*of_family["can"], *of_family["cannot"]):
+            continue
+        can, (_, low, high) = cell.level in of_family["can"], scores.interval(cell)
+        above, below = low > 100 * _threshold(), high < 100 * _threshold()
+        held = "as predicted" if above == can else "not as predicted"
+        predicted[cell] = Prediction(can, of_family["because"], held if above or below else "undecided")
+    return predicted
 
 
-def _of_predictions(predicted: Sequence[Prediction]) -> list[Table]:
-    if not predicted:
-        return []
+def _of_predictions(scores: Quantity, predicted: Mapping[Cell, Prediction]) -> Table:
     columns = [
-        *name_columns(lambda item: item.encoding),
-        (Column("ability", "Ability"), lambda item: item.ability.title),
-        (Column("predicted", "Predicted"), lambda item: "can" if item.can else "cannot"),
-        (with_interval("score", "Explained", "%", 0), lambda item: in_percent(item.measured)),
-        (Column("verdict", "Verdict"), lambda item: item.verdict),
-        (Column("because", "Because"), lambda item: item.because),
+        *name_columns(),
+        (Column("ability", "Ability"), lambda cell: ABILITIES[cell.level].title),
+        (Column("predicted", "Predicted"), lambda cell: "can" if predicted[cell].can else "cannot"),
+        (with_interval("score", "Explained", "%", 0), scores.interval),
+        (Column("verdict", "Verdict"), lambda cell: predicted[cell].verdict),
+        (Column("because", "Because"), lambda cell: predicted[cell].because),
     ]
-    ordered = sorted(predicted, key=lambda item: item.verdict, reverse=True)  # those that failed come second
+    ordered = sorted(predicted, key=lambda cell: predicted[cell].verdict, reverse=True)  # those that failed come second
     note = (
         f"Written before the runs. ‘Can’ means that an encoding explains {100 * _threshold():.0f} % or more. "
         "Each verdict is at 5 % by itself: of many, some are wrong by chance."
     )
-    return [table_of("Predictions", columns, ordered, note)]
+    return table_of("Predictions", columns, ordered, note)
 
 
-def _claims(results: Results) -> list[Table]:
+def _claims(scores: Quantity) -> Table:
     """Compare claims of papers with what was measured."""
-    names = {ability.name for ability in results.abilities}
-    claims = [
-        claim
-        for claim in _file()["claims"]
-        if claim["ability"] in names and {claim["higher"], claim["lower"]} <= {*results.encodings}
-    ]
-    if not claims:
-        return []
-
-    contrasts = [Contrast(claim["higher"], claim["lower"], claim["ability"]) for claim in claims]
-    leads = results.leads(contrasts)
+    claims = {Cell(claim["higher"], claim["ability"]): claim for claim in _file()["claims"]}
+    leads = scores.changes({cell: cell._replace(arm=claim["lower"]) for cell, claim in claims.items()})
     columns = [
-        (Column("claim", "Claim"), lambda item: item[0]["says"]),
-        (Column("source", "Source"), lambda item: cite(item[0]["source"])),
-        (Column("ability", "Ability"), lambda item: ABILITIES[item[1].ability].title),
-        (Column("pair", "Difference of"), lambda item: f"{label(item[1].higher)} − {label(item[1].lower)}"),
-        (with_interval("points", "Difference", "points", 0), lambda item: leads[item[1]]),
+        (Column("claim", "Claim"), lambda cell: claims[cell]["says"]),
+        (Column("source", "Source"), lambda cell: cite(claims[cell]["source"])),
+        (Column("ability", "Ability"), lambda cell: ABILITIES[cell.level].title),
+        (Column("pair", "Difference of"), lambda cell: f"{label(cell.arm)} − {label(claims[cell]['lower'])}"),
+        (with_interval("points", "Difference", "points", 0), leads.get),
     ]
-    items = [*zip(claims, contrasts, strict=True)]
-    note = f"Paired by seed. {SIMULTANEOUS}"
-    return [table_of("Claims of papers", columns, items, note)]
+    return table_of("Claims of papers", columns, leads, f"Paired by seed. {SIMULTANEOUS}")
 
 
-# ---- words
-
-
-def _answer(results: Results, predicted: Sequence[Prediction]) -> str:
-    """Name the ability in which the encodings differ most and who has it, and how many predictions failed."""
-    text = _most_different(results) if len(results.encodings) > 1 else _abilities_of(results)
-    wrong = sum(item.verdict == "not as predicted" for item in predicted)
-    return f"{text} Of {len(predicted)} predictions {wrong} failed." if predicted else text
-
-
-def _most_different(results: Results) -> str:
-    scores = np.clip(results.means, 0, 1)
-    tell = scores[:, results.having_one].std(axis=1) if results.having_one.any() else scores.std(axis=1)
-    widest = int(tell.argmax())
-    able = [name for name, mean in zip(results.encodings, scores[widest], strict=True) if mean >= _threshold()]
-    low, high = 100 * scores[widest].min(), 100 * scores[widest].max()
-    verb = f"explain{'s' if len(able) == 1 else ''} {100 * _threshold():.0f} % or more"
-    who = f"{join_names([label(name) for name in able])} {verb}" if able else "none has it"
-    return f"“{results.abilities[widest].title}” differs most between encodings, {low:.0f} to {high:.0f} %: {who}."
-
-
-def _abilities_of(results: Results) -> str:
-    scores = zip(results.abilities, results.means[:, 0], strict=True)
-    able = [f"“{ability.title}”" for ability, mean in scores if mean >= _threshold()]
-    of = f"{len(able)} of {len(results.abilities)} abilities"
-    which = f": {join_names(able)}" if able else ""
-    return f"{label(results.encodings[0])} explains {100 * _threshold():.0f} % or more of {of}{which}."
+def _answer(
+    scores: Quantity, encodings: Sequence[str], abilities: Sequence[Ability], predicted: Mapping[Cell, Prediction]
+) -> str:
+    """Name the encoding that has most abilities, and how many predictions failed."""
+    counts = {encoding: sum(cell.arm == encoding for cell in _able(scores)) for encoding in encodings}
+    most = max(counts, key=lambda encoding: counts[encoding])
+    threshold = f"{100 * _threshold():.0f} % or more"
+    said = f"{label(most)} explains {threshold} of {counts[most]} of {len(abilities)} abilities"
+    others = f", the most of {len(encodings)} encodings" if len(encodings) > 1 else ""
+    failed = sum(each.verdict == "not as predicted" for each in predicted.values())
+    return f"{said}{others}.{f' Of {len(predicted)} predictions {failed} failed.' if predicted else ''}"

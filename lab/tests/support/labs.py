@@ -1,0 +1,41 @@
+"""Labs of tiny models on a few digits, and findings as the report reads them."""
+
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from torchrope_lab.data.data_config import data_config
+from torchrope_lab.engine.study import Lab
+from torchrope_lab.results import Findings
+from torchrope_lab.settings.run_config import ModelConfig, OptimConfig
+from torchrope_lab.settings.study_config import StudyConfig
+
+SMALL: dict[str, Any] = dict(dim=16, depth=1, num_heads=2, mlp_dim=16)
+QUIET = Console(file=StringIO())
+
+
+def lab(out: Path, *encodings: str, **settings: Any) -> Lab:
+    """A lab of one seed and one epoch, with some settings replaced."""
+    given = {
+        "data": data_config(train_size=60, val_size=40),
+        "model": ModelConfig(patch_size=[2], **SMALL),
+        "optim": OptimConfig(epochs=1, warmup_epochs=0),
+        "encodings": list(encodings),
+        "seeds": 1,
+        "out": str(out),
+    }
+    return Lab(StudyConfig(**{**given, **settings}), (), QUIET)
+
+
+def kept(findings: Findings) -> dict[str, Any]:
+    """Findings as the report reads them: JSON keeps everything."""
+    return json.loads(json.dumps(findings.plain(), allow_nan=False))
+
+
+def rows_of(findings: dict[str, Any], title: str = "", key: str = "name") -> dict[str, dict[str, Any]]:
+    """The rows of the first table whose title begins so, by name."""
+    table = next(table for table in findings["tables"] if table["title"].startswith(title))
+    return {row[key]: row for row in table["rows"]}
