@@ -16,7 +16,7 @@ from typing import Any, Literal
 from torchrope_lab import recipes
 from torchrope_lab.data.data_config import CropRatio, with_crop_ratio
 from torchrope_lab.files import EVALUATION
-from torchrope_lab.mistakes import Mistake, is_mistake
+from torchrope_lab.mistakes import IN_ONE_LINE, Mistake
 from torchrope_lab.schema import PositiveFloat, PositiveInt
 from torchrope_lab.settings.parser import REPLACED, Parsed, as_list, nearest, parse
 from torchrope_lab.training.signals import interrupted_by_signals
@@ -50,16 +50,14 @@ first steps:
 
 COMPARE = """\
 Train the same transformer once per position encoding, on the same data, seeds and schedule, and write
-OUT/report/index.html with the accuracy and the cost of each encoding.
-
-The same command resumes an interrupted comparison. Short forms: --data NAME for --data.name NAME, --epochs N for
---optim.epochs N, --folds K for --data.folds K (cross-validation), lists as a,b,c. Defaults depend on --data and
---recipe: combine either with --help to see them. --print_config prints all settings as YAML, which --config FILE reads.
+OUT/report/index.html with the accuracy and the cost of each encoding. The same command resumes an interrupted one.
 
 Encodings: none, learned, sinusoidal, bias, lookhere, alibi, fire, axial, mixed, liere, comrope-ap, comrope-ld, string,
 golden, dinov3, mrope, mrope-interleaved, visionllama, comrope-rope, comrope-liere, learned-jittered, nd, spiral, drope,
 mhrope, videorope; with a block size as liere:8; several combined as learned+mixed or bias+axial. A user-defined class
 is given as mypackage.module:Class; if a file and not the command line names it, add --allow mypackage.
+
+Lists are written as a,b,c. Defaults (in parentheses) depend on --data and --recipe: combine either with --help.
 """
 
 STUDY = """\
@@ -152,11 +150,9 @@ def _run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"\nstopped; to resume: torchrope {shlex.join(arguments)}", file=sys.stderr)
         return 130
-    except Exception as error:
+    except IN_ONE_LINE as error:
         if isinstance(error, BrokenPipeError):
             print(flush=True)  # raises again if stdout is the broken pipe
-        if not is_mistake(error):
-            raise
         if "--debug" in rest:
             traceback.print_exc()
         missing = f"{error.name} is not installed {_INSTALL}" if isinstance(error, ModuleNotFoundError) else error
@@ -172,7 +168,7 @@ def _fail(command: str, error: object) -> int:
 def _add_dry_run(parser: Any) -> None:
     from torchrope_lab.settings.parser import ReadBefore
 
-    listed = "list the runs, the estimated minutes and warnings; train and write nothing"
+    listed = "List the runs, the estimated minutes and warnings; train and write nothing."
     parser.add_argument("--dry-run", action=ReadBefore, help=listed)
 
 
@@ -182,6 +178,7 @@ def _compare(arguments: list[str]) -> int:
 
     parsed = parse("compare", COMPARE, CompareConfig, arguments, _add_dry_run)
     _find_encodings_of(parsed, "encodings")
+    _warn_of_devices(parsed)
     from rich.console import Console
 
     from torchrope_lab.studies.compare import compare
@@ -271,7 +268,7 @@ def _parse_train(arguments: Sequence[str]) -> Parsed[Any]:
 
     def add(parser: Any) -> None:
         parser.set_defaults({"run.logs": ["csv", "tensorboard"]})
-        parser.add_argument("--out", type=str, default="torchrope-train", help="output folder")
+        parser.add_argument("--out", type=str, default="torchrope-train", help="Output folder.")
         parser.add_class_arguments(Trainer, "trainer", instantiate=False, skip={*REPLACED})
         parser.groups["trainer"].title = "Options of Lightning's Trainer"
 
@@ -282,6 +279,7 @@ def _parse_train(arguments: Sequence[str]) -> Parsed[Any]:
 def _train(arguments: list[str]) -> int:
     parsed = _parse_train(arguments)
     _find_encodings_of(parsed, "encoding")
+    _warn_of_devices(parsed)
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
     from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
@@ -335,6 +333,13 @@ def _find_encodings_of(parsed: Parsed[Any], setting: str) -> None:
             resolve_encoding(name)
         except ValueError as error:
             raise Mistake(f"{option}: {error}") from None
+
+
+def _warn_of_devices(parsed: Parsed[Any]) -> None:
+    from torchrope_lab.training.devices import slow_without_gpu
+
+    if warning := slow_without_gpu(parsed.config):
+        print(warning, file=sys.stderr)
 
 
 def _add_evaluate_options(parser: Any) -> None:

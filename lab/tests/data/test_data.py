@@ -672,7 +672,7 @@ def test_load_image_applies_exif_orientation(tmp_path):
     assert images.load_image(path, 64).size == (30, 40)
 
 
-NO_IMAGE = "no image (JPEG, PNG, WEBP, BMP, PPM, TIFF)"
+NO_IMAGE = "no image (JPEG, PNG, WEBP, BMP, PPM, TIFF, GIF)"
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 40\n%%EndComments\nshowpage\n%%EOF\n"
 
 
@@ -687,7 +687,7 @@ def test_postscript_file_as_image_runs_no_program(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
     picture_folder(tmp_path, 4)
     (tmp_path / "cat" / "drawing.png").write_bytes(EPS)
-    draw(tmp_path / "dog" / "cartoon.gif").rename(tmp_path / "dog" / "cartoon.jpg")
+    draw(tmp_path / "dog" / "cartoon.ico").rename(tmp_path / "dog" / "cartoon.jpg")
     data = load_images(tmp_path)
     assert started == []
     assert dict(data.skipped) == {"cat/drawing.png": NO_IMAGE, "dog/cartoon.jpg": NO_IMAGE}
@@ -696,6 +696,12 @@ def test_postscript_file_as_image_runs_no_program(tmp_path, monkeypatch):
 @pytest.mark.parametrize("extension", images.IMG_EXTENSIONS)
 def test_load_image_reads_every_extension(tmp_path, extension):
     assert images.load_image(draw(tmp_path / f"a{extension}", size=(40, 30)), 64).size == (40, 30)
+
+
+def test_load_image_reads_the_first_frame_of_a_gif(tmp_path):
+    first, second = (Image.new("RGB", (40, 30), colour) for colour in ("red", "blue"))
+    first.save(tmp_path / "a.gif", save_all=True, append_images=[second])
+    assert images.load_image(tmp_path / "a.gif", 64).getpixel((5, 5)) == (255, 0, 0)
 
 
 def test_load_image_reads_multi_picture_jpeg(tmp_path):
@@ -724,7 +730,7 @@ def test_damaged_files_are_skipped_named_and_counted(tmp_path, caplog):
     }
     assert len(caplog.messages) == 2
     others, skipped = caplog.messages
-    assert others.startswith("not read because they are not images of a class (.jpg ")
+    assert others.startswith("1 .txt not read because they are not images of a class (.jpg ")
     assert others.endswith("): dog/notes.txt")
     assert skipped.startswith("skipped 5 of 13 images: cat/cut.jpg (truncated), ")
     assert sum(data.counts) == 8

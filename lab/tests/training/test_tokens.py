@@ -116,14 +116,10 @@ def test_model_settings_are_passed_to_the_transformer(data: TokensModule) -> Non
     ("settings", "message"),
     [
         ({"backbone": "transformer", "patch_size": [2]}, "patch_size is a setting of backbone vit and swin only"),
-        ({"backbone": "transformer", "num_registers": 2}, "num_registers is a setting of backbone vit only"),
+        ({"backbone": "transformer", "jitter": 2.0}, "jitter is a setting of backbone vit only"),
         ({"backbone": "transformer", "head": "upernet"}, "head must be classify with backbone transformer"),
         ({"backbone": "swin", "attention": "linear"}, "attention is a setting of backbone transformer only"),
         ({"backbone": "transformer", "attention": "quick"}, "attention must be one of softmax, linear, got 'quick'"),
-        (
-            {"backbone": "transformer", "attention": "linear", "attention_dropout": 0.1},
-            "attention_dropout is for softmax attention only",
-        ),
     ],
 )
 def test_settings_of_another_backbone_raise(settings: dict[str, Any], message: str) -> None:

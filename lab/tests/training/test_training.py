@@ -147,7 +147,7 @@ def test_cosine_schedule_warms_up_and_decays_to_zero() -> None:
 
 @pytest.mark.parametrize("encoding", ["learned+mixed", "liere:4", "comrope-ap:4", "comrope-ld:4"])
 def test_weight_decay_excludes_encodings_norms_biases_tokens(encoding: str) -> None:
-    model = build_vit(encoding, ModelConfig(dim=16, depth=2, num_heads=2, num_registers=2), make_data(data_config()))
+    model = build_vit(encoding, ModelConfig(dim=16, depth=2, num_heads=2), make_data(data_config()))
     groups = build_optimizer(model, OptimConfig(weight_decay=0.1)).param_groups
     decay = {parameter: group["weight_decay"] for group in groups for parameter in group["params"]}
     matrices = {name for name, _ in model.named_parameters() if name.endswith("weight") and "norm" not in name}
