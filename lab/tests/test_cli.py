@@ -387,11 +387,8 @@ def test_report_rebuilds_the_page(compared: Path, run: Run) -> None:
     ("arguments", "message"),
     [
         ("compare --encodings ,", "--encodings must name 1 or more, got an empty list"),
-        ("compare --scales [-1]", "--scales[0] must be above 0, got -1.0"),
         ("compare --data images", "root"),
-        ("compare --data images --data.root /nowhere/at/all", "/nowhere/at/all"),
         ("study accuracy,shuffle --data images --data.root /nowhere/at/all", "/nowhere/at/all"),
-        ("study accuracy --encodings none,unknown", "got 'unknown'"),
         ("compare --data digits --data.root x", "--data.root is for images, "),
         ("compare --data videos --data.windows [[1,2]]", "--data.windows is for volumes, rsna, got --data videos"),
         ("train --data volumes --data.framess 3", "there is no option --data.framess; did you mean '--data.frames'?"),
@@ -409,10 +406,7 @@ def test_report_rebuilds_the_page(compared: Path, run: Run) -> None:
             "input sizes must be multiples of --model.patch_size 3, 3, 3, got 5, 20, 20 (time, height, width",
         ),
         ("train --trainer.devices 5 --trainer.accelerator gpu", "--trainer options must fit this machine"),
-        ("compare --data.workers -1", "--data.workers must be 0 or more, got -1"),
-        ("compare --model.dim 0", "--model.dim must be 1 or more, got 0"),
         ("compare --model.drop_path 1.5", "--model.drop_path must be at least 0 and below 1, got 1.5"),
-        ("compare --optim.clip -1", "--optim.clip must be 0 or more, got -1.0"),
         ("compare --encodings liere:8,liere:08", "block size must be a whole number of 2 or more, got 'liere:08'"),
         ("compare --out /dev/full", "/dev/full"),
     ],
@@ -527,22 +521,6 @@ def test_missing_package_of_the_laboratory_is_one_line(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["compare", "train"])
-def test_missing_numpy_is_one_line(command: str, tmp_path: Path) -> None:
-    program = f"""
-import sys
-sys.modules["numpy"] = None
-from torchrope_lab.cli import main
-raise SystemExit(main([{command!r}, "--out", "out"]))
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
-    *of_torch, line = done.stderr.splitlines()  # torch warns of it too
-    assert line == f"torchrope {command}: numpy is not installed (in a clone of torchrope: pip install . ./lab)"
-    assert done.returncode == 2
-    assert not any("Traceback" in each for each in of_torch)
-
-
 def test_missing_package_of_a_users_module_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "of_user.py").write_text("import no_such_package\n")
     monkeypatch.chdir(tmp_path)
@@ -598,15 +576,13 @@ def test_help_shows_the_commands(arguments: list[str], run: Run) -> None:
         assert f"\n  {command} " in printed
 
 
-def test_help_of_compare_names_every_encoding_and_the_defaults_of_the_data(
+def test_help_has_the_defaults_of_the_data(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["compare", "--data", "motion", "--help"])
     printed = capsys.readouterr().out
     assert ended.value.code == 0
-    for name in ("none", "learned", "sinusoidal", "axial", "mixed", "liere", "comrope-ap", "comrope-ld", "liere:8"):
-        assert name in printed
     assert "all axes (1,4,4)\n" in printed
 
 
@@ -807,16 +783,3 @@ def test_epoch_that_max_steps_cuts_has_no_row_of_the_validation_before_it(run: R
     status, _, error = run(*command, "--encoding=none", "--out", tmp_path / "run", "--trainer.max_steps=17")
     assert status == 0, error
     assert [row["epoch"] for row in read_curve(tmp_path / "run" / "curve.csv")] == [1]
-
-
-@pytest.mark.parametrize(
-    ("option", "instead"),
-    [
-        ("precision", "--run.precision"),
-        ("max_epochs", "--epochs"),
-        ("accumulate_grad_batches", "--optim.effective_batch"),
-    ],
-)
-def test_option_of_the_trainer_names_the_one_that_replaces_it(option: str, instead: str, run: Run) -> None:
-    status, _, error = run("train", f"--trainer.{option}", "16")
-    assert (status, error) == (2, f"torchrope train: there is no option --trainer.{option}; use {instead}\n")

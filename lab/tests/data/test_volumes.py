@@ -822,18 +822,6 @@ def assert_left_out(data, why: str) -> None:
     assert re.fullmatch(why, named[1])
 
 
-def test_unreadable_volumes_raise_one_line(tmp_path):
-    root = rsna_folder(tmp_path)
-    for path in (root / "stage_2_train").glob("*.dcm"):
-        with disable_value_validation():
-            dataset = pydicom.dcmread(path)
-            del dataset.PixelData
-            dataset.save_as(path)
-    message = r"^none of the volumes can be read: 00\d\d \(ID_\d+.dcm: .*[Pp]ixel.*more$"
-    with pytest.raises(TooManyFaults, match=message):
-        load("rsna", root)
-
-
 def test_volumes_take_torchvisions_operations_only(tmp_path):
     with pytest.raises(ValueError, match=r"^--data\.augment\.randaugment of volumes must be .*, got liere$"):
         load("volumes", tmp_path, augment={"randaugment": "liere"})
@@ -865,14 +853,6 @@ def test_damaged_nifti_files_are_named_and_left_out(tmp_path, content):
     assert sum(data.counts) == 8
 
 
-def test_nifti_file_found_cut_short_while_training_is_replaced(tmp_path):
-    root = nifti_folder(tmp_path)
-    train, _ = load("volumes", root).datasets()
-    path = root / train.volumes[0].paths[0]
-    path.write_bytes(path.read_bytes()[:-200])
-    assert torch.equal(train[0][0], train[1][0])
-
-
 def rewritten(path: Path, tag: bytes, value: bytes) -> Path:
     """A slice with other bytes under a tag of kind DS."""
     content = path.read_bytes()
@@ -891,14 +871,11 @@ SLOPE, INTERCEPT, POSITION = b"\x28\x00\x53\x10", b"\x28\x00\x52\x10", b"\x20\x0
     ("tag", "value", "why"),
     [
         (SLOPE, b"nan", "RescaleSlope must be a finite number, got 'nan'"),
-        (SLOPE, b"-inf", "RescaleSlope must be a finite number, got '-inf'"),
-        (SLOPE, b"abc", "RescaleSlope must be a finite number, got 'abc'"),
         (SLOPE, b"", "RescaleSlope must be a finite number, got ''"),
         (SLOPE, b"1\\2", r"RescaleSlope must be a finite number, got '1\\\\2'"),
         (SLOPE, b"0", "RescaleSlope must not be 0, got 0"),
         (SLOPE, b"1e300", "values must be finite, got 119 that are not"),
         (INTERCEPT, b"nan", "RescaleIntercept must be a finite number, got 'nan'"),
-        (INTERCEPT, b"inf", "RescaleIntercept must be a finite number, got 'inf'"),
         (INTERCEPT, b"1,5", "RescaleIntercept must be a finite number, got '1,5'"),
     ],
 )
@@ -908,16 +885,6 @@ def test_read_slice_refuses_a_scale_that_gives_no_values(tmp_path, read, tag, va
     rewritten(path, tag, value)
     with pytest.raises(ValueError, match=f"^{why}$"):
         read(path)
-
-
-def test_slice_without_values_is_named_with_its_volume(tmp_path):
-    root = rsna_folder(tmp_path)
-    train, _ = load("rsna", root).datasets()
-    path = train.volumes[2].paths[1]
-    rewritten(root / "stage_2_train" / path, SLOPE, b"nan")
-    assert torch.equal(train[2][0], train[3][0])
-    why = f"{path}: RescaleSlope must be a finite number, got 'nan'"
-    assert train.reading.found() == [(train.samples[2][0], why)]
 
 
 @pytest.mark.parametrize("value", [b"a\\b\\c", b"1\\2", b"1\\nan\\3"])

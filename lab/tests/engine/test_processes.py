@@ -1,5 +1,6 @@
 """Tests of --parallel: a failed run, Ctrl-C, SIGTERM and a killed process end all processes, and keep what is done."""
 
+import json
 import multiprocessing.connection
 import os
 import pickle
@@ -229,15 +230,42 @@ def of_session(pid: int) -> set[int]:
     return found
 
 
+def compare_command(out: Path, *options: str) -> list[str]:
+    small = [f"--data.{name}={value}" for name, value in SMALL.items()]
+    small += [f"--model.{name}={value}" for name, value in MODEL.items()]
+    return [sys.executable, "-m", "torchrope_lab", "compare", *small, "--seeds=1", f"--out={out}", *options]
+
+
+def numbers(out: Path) -> dict[str, Any]:
+    stored = {path.parent.name: json.loads(path.read_text()) for path in out.glob("runs/*/result.json")}
+    return {name: (result["predicted"], pytest.approx(result["val_loss"], rel=1e-5)) for name, result in stored.items()}
+
+
+@pytest.mark.slow
+def test_killed_folds_resume_with_other_settings_that_change_no_number(tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    asked = ["--encodings=none,axial", "--folds=2", "--epochs=3"]
+    subprocess.run(compare_command(tmp_path / "whole", *asked), check=True, env=environment, stdout=subprocess.DEVNULL)
+    killed = subprocess.Popen(
+        compare_command(tmp_path / "killed", *asked, "--parallel=2"), stdout=subprocess.DEVNULL, env=environment
+    )
+    wait_until(lambda: list(tmp_path.glob("killed/runs/*/curve.csv")))
+    killed.kill()
+    killed.wait()
+    assert len(list(tmp_path.glob("killed/runs/*/result.json"))) < 4
+    changed = ["--data.workers=0", "--parallel=3", "--run.logs=csv", "--run.checkpoint_every=2"]
+    subprocess.run(
+        compare_command(tmp_path / "killed", *asked, *changed), check=True, env=environment, stdout=subprocess.DEVNULL
+    )
+    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+    assert len(numbers(tmp_path / "whole")) == 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENDS)
 def test_stopped_comparison_leaves_no_process_and_resumes(tmp_path, name):
     number, whole_group, status = ENDS[name]
-    small = [f"--data.{name}={value}" for name, value in SMALL.items()]
-    small += [f"--model.{name}={value}" for name, value in MODEL.items()]
-    compare = ["compare", *small, "--parallel=2", "--seeds=1", f"--out={tmp_path}"]
-    command = [sys.executable, "-m", "torchrope_lab", *compare]
-    first = [*command, "--encodings=none,axial,mixed", "--epochs=4000"]
+    first = compare_command(tmp_path, "--parallel=2", "--encodings=none,axial,mixed", "--epochs=4000")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         first, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment

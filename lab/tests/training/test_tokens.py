@@ -140,7 +140,6 @@ def test_settings_of_another_backbone_raise(settings: dict[str, Any], message: s
             "--optim.train_sizes is for data on a lattice, got 8, 16 with --data points",
         ),
         ("train --encoding learned", "encoding must not have a learned table or a score bias"),
-        ("train --data.frames 5", "--data.frames is for videos, ucf101, volumes, rsna, got --data points"),
         ("train --data.augment.flip true", "--data.augment.flip is for digits"),
         ("compare --scales 0.5,2", "--scales is for data on a lattice"),
         ("study resolution", "Input size needs patches on a lattice, got points, whose tokens are at any positions"),
