@@ -140,17 +140,6 @@ def test_compare_skips_finished_runs_and_adds_encodings_and_seeds(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_runs_are_shared_with_studies_of_the_folder(tmp_path: Path, run: Run) -> None:
-    run("compare", *SMALL, "--encodings", "none,mixed", "--out", tmp_path)
-    _, printed, _ = run("study", "accuracy", *OF_TRAIN, "--seeds=1", "--encodings", "none,mixed", "--out", tmp_path)
-    assert not [line for line in printed.splitlines() if line.startswith("run ")]
-    compared, study = (StudyResult.read(tmp_path / name) for name in ("results.json", "accuracy-digits.json"))
-    mine, theirs = (named_rows(each.findings.tables[0]) for each in (compared, study))
-    assert {name: row["verdict"] for name, row in mine.items()} == {n: row["verdict"] for n, row in theirs.items()}
-    assert compared.findings.answer == study.findings.answer
-
-
-@pytest.mark.slow
 def test_interrupted_comparison_reports_its_finished_runs(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -303,4 +303,4 @@ def test_help_of_studies_names_both_settings(capsys: pytest.CaptureFixture[str])
         main(["study", "--help"])
     shown = capsys.readouterr().out
     assert "--reference REFERENCE" in shown
-    assert "--checkpoint [ITEM,...]" in shown
+    assert "--checkpoint A,B" in shown

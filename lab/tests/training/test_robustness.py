@@ -22,14 +22,13 @@ import safetensors.torch
 import torch
 import yaml
 from miniatures import imagenet, images
+from processes import data_of
 from pytorch_lightning.callbacks import Callback
 
 from torchrope.files import UNFINISHED
 from torchrope.models import ViT
 from torchrope_lab.cli import main
-from torchrope_lab.data.build import make_data
 from torchrope_lab.data.data_config import data_config
-from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.digits import Digits
 from torchrope_lab.data.faults import TooManyFaults
 from torchrope_lab.engine import runs
@@ -54,12 +53,6 @@ def small_run(workers: int = 0, **scale: object) -> RunConfig:
         optim=OptimConfig(epochs=2),
         run=ExecutionConfig(**scale),  # type: ignore[arg-type]
     )
-
-
-def data_of(config: RunConfig) -> DataModule:
-    data = make_data(config.data)
-    data.setup()
-    return data
 
 
 def kill(*_: object, **__: object) -> None:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import data_of
 
 import torchrope as tr
 from torchrope.files import write_whole
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.data_config import data_config
-from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.transforms import shuffle_patches
 from torchrope_lab.settings.run_config import ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.statistics import accuracy_interval
@@ -34,12 +34,6 @@ def small_run(epochs: int = 3, encoding: str = "learned+liere:4", seed: int = 1)
         model=SMALL,
         optim=OptimConfig(epochs=epochs, warmup_epochs=1.0),
     )
-
-
-def data_of(config: RunConfig) -> DataModule:
-    data = make_data(config.data)
-    data.setup()
-    return data
 
 
 class Killed(Exception):
