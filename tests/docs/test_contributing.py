@@ -136,5 +136,5 @@ def test_printed_command_runs(title: str, sources: Path) -> None:
     few = [] if any(part.startswith("--encodings") for part in command) else ["--encodings=none,axial"]
     run(sources, "-m", "torchrope_lab", *command, *few, *SMALL.split())
     report = (sources / "out/report/index.html").read_text(encoding="utf-8")
-    name = {"encoding": "Diagonal", "study": "Register tokens", "data set": "Stripes"}[title.split(maxsplit=2)[2]]
+    name = {"encoding": "Diagonal", "study": "Dropout", "data set": "Stripes"}[title.split(maxsplit=2)[2]]
     assert name in report

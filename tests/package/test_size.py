@@ -13,9 +13,9 @@ LINES = {
     "src/torchrope": 21899,
     "src/torchrope/ops": 6634,
     "src/torchrope/integrations src/torchrope/checkpoints": 6080,
-    "lab/src": 23922,
+    "lab/src": 23843,
     "tests": 23801,
-    "lab/tests": 21709,
+    "lab/tests": 21372,
     "benchmarks": 4454,
     "examples": 1000,
 }

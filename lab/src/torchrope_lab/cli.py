@@ -16,7 +16,7 @@ from typing import Any, Literal
 from torchrope_lab import recipes
 from torchrope_lab.data.data_config import CropRatio, with_crop_ratio
 from torchrope_lab.files import EVALUATION
-from torchrope_lab.mistakes import Mistake, is_mistake
+from torchrope_lab.mistakes import IN_ONE_LINE, Mistake
 from torchrope_lab.schema import PositiveFloat, PositiveInt
 from torchrope_lab.settings.parser import REPLACED, Parsed, as_list, nearest, parse
 from torchrope_lab.training.signals import interrupted_by_signals
@@ -50,36 +50,29 @@ first steps:
 
 COMPARE = """\
 Train the same transformer once per position encoding, on the same data, seeds and schedule, and write
-OUT/report/index.html with the accuracy and the cost of each encoding.
-
-The same command resumes an interrupted comparison. Short forms: --data NAME for --data.name NAME, --epochs N for
---optim.epochs N, --folds K for --data.folds K (cross-validation), lists as a,b,c. Defaults depend on --data and
---recipe: combine either with --help to see them. --print_config prints all settings as YAML, which --config FILE reads.
+OUT/report/index.html with the accuracy and the cost of each encoding. The same command resumes an interrupted one.
 
 Encodings: none, learned, sinusoidal, bias, lookhere, alibi, fire, axial, mixed, liere, comrope-ap, comrope-ld, string,
 golden, dinov3, mrope, mrope-interleaved, visionllama, comrope-rope, comrope-liere, learned-jittered, nd, spiral, drope,
 mhrope, videorope; with a block size as liere:8; several combined as learned+mixed or bias+axial. A user-defined class
 is given as mypackage.module:Class; if a file and not the command line names it, add --allow mypackage.
+
+Lists are written as a,b,c. Defaults (in parentheses) depend on --data and --recipe: combine either with --help.
 """
 
 STUDY = """\
 Repeat a study of the papers on data of your choice: torchrope study NAME, where NAME is one that --list prints,
 mypackage.module:STUDY for your own, several as a,b,c, or all. Writes runs, a JSON file per study and a report to OUT.
 
-Studies share runs, and the same command resumes an interrupted study. Defaults depend on --data and --recipe: combine
-either with --help. The default data set is digits. Each study has a default list of
-encodings; a user-defined class is given as mypackage.module:Class.
-
---reference applies to accuracy, data-efficiency, training-efficiency, capacity, model-size, attention and dense;
---checkpoint, several as A,B or repeated, to fourier, generators and attention; --folds to accuracy, capacity, sharing,
-model-size and pooling; --sizes to resolution; --probes.* (--help probes) to probes.
+Studies share runs, and the same command resumes an interrupted study. Each has a default list of encodings. Not all
+take --reference, --checkpoint, --sizes, --folds and --probes.* (--help probes): an error names those that do.
+Lists are written as a,b,c. Defaults (in parentheses) depend on --data and --recipe: combine either with --help.
 """
 
 TRAIN = """\
 Train one model: torchrope train --data digits --encoding liere:8 --out runs/liere8. The same command resumes an
 interrupted run. --recipe NAME sets a paper's training settings; --trainer.* are the options of Lightning's Trainer.
-Data with boxes or maps need a matching head: --data ade20k --model.head mask2former. Short forms: --data NAME for
---data.name NAME, --epochs N for --optim.epochs N, lists as a,b,c.
+Data with boxes or maps need a matching head: --data ade20k --model.head mask2former.
 
 Classes named in a configuration are imported from torchrope, torch, torchvision and timm only; --allow adds packages,
 as in --allow pytorch_lightning for Lightning's callbacks. A user-defined encoding is given as
@@ -89,18 +82,13 @@ as in --allow pytorch_lightning for Lightning's callbacks. A user-defined encodi
 EVALUATE = """\
 Measure a trained model on its validation data and print a table: accuracy, also at other input sizes and with shuffled
 patches; mIoU for semantic segmentation; AP for object detection. For a run, FOLDER/evaluation.json is written too.
---crop, --scales and --flip are for semantic segmentation; --sizes, --window-size and --positions for classification.
 
-At another input size, images and videos in files are read again at that size, and other data
-are resampled from the training size; the column "inputs" says which: read, cropped or resampled.
-
-The file of a published checkpoint, in a format that torchrope.load_published reads, needs --data:
+The file of a published checkpoint, in a format that torchrope.load_published reads, needs --data (docs/data.md):
 
   torchrope evaluate deit_small.pth --data imagenet --data.root DIR --sizes 160,224,288 --crop-ratio 1.0
 
-All options of --data apply to it (docs/data.md). A run has its data: --data, --recipe, --config and --load are refused.
-Inputs are normalised as in the checkpoint's family, or as --data.normalise sets. --load passes options to
-load_published that the file does not determine, as in --load input_size=224.
+Its inputs are normalised as in the checkpoint's family, or as --data.normalise sets. At another size, images and videos
+in files are read again, and other data are resampled from the training size, as the column "inputs" says.
 """
 
 REPORT = """\
@@ -152,11 +140,9 @@ def _run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"\nstopped; to resume: torchrope {shlex.join(arguments)}", file=sys.stderr)
         return 130
-    except Exception as error:
+    except IN_ONE_LINE as error:
         if isinstance(error, BrokenPipeError):
             print(flush=True)  # raises again if stdout is the broken pipe
-        if not is_mistake(error):
-            raise
         if "--debug" in rest:
             traceback.print_exc()
         missing = f"{error.name} is not installed {_INSTALL}" if isinstance(error, ModuleNotFoundError) else error
@@ -172,7 +158,7 @@ def _fail(command: str, error: object) -> int:
 def _add_dry_run(parser: Any) -> None:
     from torchrope_lab.settings.parser import ReadBefore
 
-    listed = "list the runs, the estimated minutes and warnings; train and write nothing"
+    listed = "List the runs, the estimated minutes and warnings; train and write nothing."
     parser.add_argument("--dry-run", action=ReadBefore, help=listed)
 
 
@@ -182,6 +168,7 @@ def _compare(arguments: list[str]) -> int:
 
     parsed = parse("compare", COMPARE, CompareConfig, arguments, _add_dry_run)
     _find_encodings_of(parsed, "encodings")
+    _warn_of_devices(parsed)
     from rich.console import Console
 
     from torchrope_lab.studies.compare import compare
@@ -271,7 +258,7 @@ def _parse_train(arguments: Sequence[str]) -> Parsed[Any]:
 
     def add(parser: Any) -> None:
         parser.set_defaults({"run.logs": ["csv", "tensorboard"]})
-        parser.add_argument("--out", type=str, default="torchrope-train", help="output folder")
+        parser.add_argument("--out", type=str, default="torchrope-train", help="Output folder.")
         parser.add_class_arguments(Trainer, "trainer", instantiate=False, skip={*REPLACED})
         parser.groups["trainer"].title = "Options of Lightning's Trainer"
 
@@ -282,6 +269,7 @@ def _parse_train(arguments: Sequence[str]) -> Parsed[Any]:
 def _train(arguments: list[str]) -> int:
     parsed = _parse_train(arguments)
     _find_encodings_of(parsed, "encoding")
+    _warn_of_devices(parsed)
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
     from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
@@ -337,18 +325,22 @@ def _find_encodings_of(parsed: Parsed[Any], setting: str) -> None:
             raise Mistake(f"{option}: {error}") from None
 
 
+def _warn_of_devices(parsed: Parsed[Any]) -> None:
+    from torchrope_lab.training.devices import slow_without_gpu
+
+    if warning := slow_without_gpu(parsed.config):
+        print(warning, file=sys.stderr)
+
+
 def _add_evaluate_options(parser: Any) -> None:
     folder = "output folder of `torchrope train`, a run's folder in OUT/runs, or the file of a published checkpoint"
     sizes = "input sizes in pixels per side; by default multiples of the training size from 0.5 to 2"
     crop_ratio = "side of the centre crop as a fraction of the shorter side, as in 0.875; or native: without resizing"
-    window_size = (
-        "window size of a Swin at other input sizes, in tokens per side, or 'grow' to scale it with the input; "
-        "by default the training window"
-    )
-    positions = (
-        "positions at other sizes: keep the spacing of patches, or the range of positions, as ComRoPE's code does"
-    )
-    scales = "multi-scale test-time augmentation: factors of the input size, as in 0.75,1,1.25"
+    window_size = "Swin's window at other sizes, in tokens per side, or 'grow' with the input; default: as trained"
+    positions = "at other sizes keep the spacing of patches, or the range of positions, as ComRoPE's code does"
+    scales = "segmentation at several scales: factors of the input size, as in 0.75,1,1.25"
+    crop = "segmentation in sliding windows of N pixels"
+    load = "an option of load_published that the file does not determine, as in input_size=224"
     out = "write the JSON to this file; by default FOLDER/evaluation.json for a run, none for a checkpoint file"
     add = parser.add_argument
     add("folder", type=Path, help=folder)
@@ -356,10 +348,10 @@ def _add_evaluate_options(parser: Any) -> None:
     add("--crop-ratio", type=CropRatio, metavar="R", help=crop_ratio)
     add("--window-size", type=PositiveInt | Literal["grow"], metavar="N", help=window_size)
     add("--positions", type=Literal["spacing", "range"], default="spacing", help=positions)
-    add("--crop", type=PositiveInt, metavar="N", help="sliding-window inference in windows of N pixels")
+    add("--crop", type=PositiveInt, metavar="N", help=crop)
     add("--scales", type=list[PositiveFloat], metavar="A,B", help=scales)
-    add("--flip", action="store_true", help="horizontal-flip test-time augmentation")
-    add("--load", action="append", default=[], metavar="NAME=VALUE", help="an option of load_published")
+    add("--flip", action="store_true", help="segmentation averaged with the mirrored image")
+    add("--load", action="append", default=[], metavar="NAME=VALUE", help=load)
     add("--out", type=Path, metavar="FILE", help=out)
     add("--json", action="store_true", help="print JSON, as in FOLDER/evaluation.json")
 

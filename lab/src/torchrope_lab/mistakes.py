@@ -1,4 +1,4 @@
-"""Tell a user's mistake, which is reported in one line, from a bug, which keeps its traceback."""
+"""A user's mistakes, which are reported in one line; any other error keeps its traceback."""
 
 import difflib
 from collections.abc import Iterable, Iterator
@@ -13,6 +13,10 @@ class Mistake(ValueError):
         super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
 
 
+IN_ONE_LINE = (Mistake, OSError, ModuleNotFoundError)
+"""Errors that are told in one line: mistakes, files that cannot be used, packages that are missing."""
+
+
 @contextmanager
 def as_mistake() -> Iterator[None]:
     """Raise `Mistake` for the ValueError with which torchrope or Lightning refuses what a user chose."""
@@ -22,13 +26,6 @@ def as_mistake() -> Iterator[None]:
         raise
     except ValueError as error:
         raise Mistake(str(error)) from error
-
-
-def is_mistake(error: BaseException) -> bool:
-    """Return whether an error is a user's and not a bug: a `Mistake`, or of a file or a missing package."""
-    if isinstance(error, ModuleNotFoundError):
-        return error.name is not None and not error.name.startswith("torchrope")
-    return isinstance(error, OSError | Mistake)
 
 
 def closest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:

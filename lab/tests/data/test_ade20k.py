@@ -212,7 +212,7 @@ def test_unread_files_are_named_in_warning(tmp_path, caplog):
     (root / "masks" / "train" / "notes.txt").write_text("not looked at")
     load("segments", root)
     assert caplog.messages == [
-        "not read because they are not images, masks (.png) or classes.txt: masks/train/notes.txt"
+        "1 .txt not read because they are not images, masks (.png) or classes.txt: masks/train/notes.txt"
     ]
 
 

@@ -319,25 +319,16 @@ def test_erase_uses_one_box_and_new_noise_for_all_frames():
 # Mixing
 
 
-def test_mix_draws_mixup_cutmix_or_none_per_batch():
-    kinds = {"mixup": 0, "cutmix": 0, "none": 0}
-    config = AugmentConfig(mixup=1.0, cutmix=1.0, mix_probability=0.5)
+def test_mix_draws_mixup_or_cutmix_per_batch():
+    kinds = {"mixup": 0, "cutmix": 0, "none": 0}  # Mixup and CutMix may leave one example whole
+    config = AugmentConfig(mixup=1.0, cutmix=1.0)
     for seed in range(200):
         inputs = torch.arange(4.0).view(-1, 1, 1, 1).expand(-1, 1, 16, 16).clone()
         out, labels = augment.mix(inputs, torch.arange(4), 4, config, draws(4, seed))
         whole = bool((labels.max(1).values == 1).all())
         kinds["none" if whole else "cutmix" if (out == out.round()).all() else "mixup"] += 1
         assert labels.shape == (4, 4)
-    assert 80 < kinds["none"] < 125
-    assert min(kinds["mixup"], kinds["cutmix"]) > 30
-
-
-@pytest.mark.parametrize("probability", [0.0, 0.2, 0.8, 1.0])
-def test_mix_applies_with_its_probability(probability):
-    config = AugmentConfig(mixup=1.0, mix_probability=probability)
-    inputs, labels = torch.zeros(2, 1, 1, 1), torch.arange(2)
-    mixed = [augment.mix(inputs, labels, 2, config, draws(2, seed))[1].max() < 1 for seed in range(1000)]
-    assert abs(sum(mixed) / 1000 - probability) <= 3 * (probability * (1 - probability) / 1000) ** 0.5
+    assert min(kinds["mixup"], kinds["cutmix"]) > 60
 
 
 @pytest.mark.parametrize("sizes", [(64,), (16, 16), (3, 16, 16), (2, 3, 16, 16)])

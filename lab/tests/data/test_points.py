@@ -162,13 +162,13 @@ def test_rows_of_a_long_table_are_grouped_by_a_column(tmp_path: Path) -> None:
         np.testing.assert_array_equal(cloud.features.flatten(), [60, np.nan, 62, 63])
     write(tmp_path / "more.csv", "patient,time,pulse,kind\n100,1,2,a\n,2,3,a\n")
     reasons = dict(load("points", tmp_path, axes=["Time"], **settings).skipped)
-    assert reasons["more.csv"] == "columns must include Time, pulse, kind, patient; missing: Time"
+    assert reasons["more.csv"] == "there is no column 'Time' among patient, time, pulse, kind; did you mean 'time'?"
     write(tmp_path / "more.csv", "patient,Time,pulse,kind\n100,1,2,a\n,2,3,a\n")
     reasons = dict(load("points", tmp_path, **settings).skipped)
     assert reasons["more.csv"] == "column patient must name the example of every row, got an empty cell"
     write(tmp_path / "more.csv", "patient,Time,pulse,kind\n")
     assert dict(load("points", tmp_path, **settings).skipped)["more.csv"] == "a table must have 1 row or more, got 0"
-    with pytest.raises(ValueError, match=r"visits\.csv \(column note must hold numbers: 'x' is neither .* in row 2\)"):
+    with pytest.raises(ValueError, match=r"visits\.csv \(column note must hold numbers: 'x' is neither .* in row 2;"):
         load("points", tmp_path, **{**settings, "features": None})
     with pytest.raises(ValueError, match=r"no column twice with features, label and example, got pulse,pulse"):
         load("points", tmp_path, features=["pulse"], example="pulse")
@@ -179,17 +179,14 @@ def test_rows_of_a_long_table_are_grouped_by_a_column(tmp_path: Path) -> None:
     [
         (
             {"example": "id"},
-            r"--data\.root must hold readable .*columns must include x, y, z, grey, id; missing: id",
+            r"--data\.root must hold readable .*there is no column 'id' among x, y, z, grey\)",
         ),
-        ({"axes": ["x", "w"]}, r"--data\.root must hold readable .*columns must include x, w, .*; missing: w"),
+        ({"axes": ["x", "w"]}, r"--data\.root must hold readable .*there is no column 'w' among x, y"),
         ({"axes": []}, r"--data\.axes must name one column or more"),
         ({"features": ["x", "x"]}, r"--data\.axes must name one column or more, and no column twice"),
         ({"scale": [1.0, 2.0]}, r"--data\.scale must be one number or one for each of 3 axes, got \[1\.0, 2\.0\]"),
         ({"scale": [0.0]}, r"--data\.scale\[0\] must be above 0"),
-        (
-            {"label": "kind"},
-            r"--data\.root must hold readable .*columns must include .*, kind; missing: kind",
-        ),
+        ({"label": "Grey"}, r"--data\.root must hold readable .*'Grey' among x, y, z, grey; did you mean 'grey'\?"),
         ({"label": "grey"}, r"--data\.root must hold readable .*column grey must have one value in a file"),
         ({"augment": {"rotate": ["x"]}}, r"--data\.augment\.rotate must be two different axes as in x,y, got x"),
         ({"augment": {"rotate": ["x", "w"]}}, r"--data\.augment\.rotate must name two of the axes x, y, z, got x,w"),
@@ -202,6 +199,18 @@ def test_mistake_in_a_setting_of_points_is_one_line(tmp_path: Path, options: dic
     with pytest.raises(ValueError, match=f"^{message}") as error:
         load("points", tmp_path, **options)
     assert "\n" not in str(error.value)
+
+
+def test_table_without_class_folders_needs_the_column_of_classes(tmp_path: Path) -> None:
+    write(tmp_path / "scans.csv", "scan,x,y,label\ns1,1,2,a\ns2,1,2,b\n")
+    with pytest.raises(
+        ValueError, match=r"without class folders --data\.label names a column of classes, and --data\.ex"
+    ):
+        load("points", tmp_path)
+    with pytest.raises(
+        ValueError, match=r"column scan must hold numbers: 's1' .*; columns of text are .*--data\.example"
+    ):
+        load("points", tmp_path, label="label")
 
 
 def test_files_without_columns_of_positions_are_refused(tmp_path: Path) -> None:

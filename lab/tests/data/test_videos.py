@@ -215,7 +215,7 @@ def test_files_that_are_no_videos_are_named(tmp_path, caplog):
     video_folder(tmp_path, 2)
     (tmp_path / "run" / "a.srt").write_text("not looked at")
     load("videos", tmp_path)
-    assert caplog.messages == [f"not read because they are not videos of a class ({SUFFIXES}): run/a.srt"]
+    assert caplog.messages == [f"1 .srt not read because they are not videos of a class ({SUFFIXES}): run/a.srt"]
 
 
 def test_frames_that_a_header_counts_and_that_are_not_there_are_damage(tmp_path):

@@ -1,5 +1,6 @@
 """Tests of --parallel: a failed run, Ctrl-C, SIGTERM and a killed process end all processes, and keep what is done."""
 
+import json
 import multiprocessing.connection
 import os
 import pickle
@@ -8,8 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError
+from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,22 +22,32 @@ import trainings
 
 from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.engine import executors, workers
-from torchrope_lab.mistakes import is_mistake
+from torchrope_lab.mistakes import IN_ONE_LINE
 from torchrope_lab.training.signals import EXIT_INTERRUPTED, Interrupted
+
+
+@dataclass(frozen=True)
+class Named:
+    """A job of a run that is only a name."""
+
+    run: str
+
+    def __str__(self) -> str:
+        return self.run
 
 
 @pytest.fixture
 def train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[str]]:
     """Train runs in two processes; `on_poll` is called while they train."""
     monkeypatch.setattr(workers, "run_job", trainings.train_job)
-    monkeypatch.setattr(workers, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(executors, "POLL_SECONDS", 0.01)
     done: list[str] = []
 
     def start(*runs: str, on_poll: Callable[[], Any] = lambda: None) -> list[str]:
         store = SimpleNamespace(folder=tmp_path, curve=lambda _: [])
         progress = SimpleNamespace(follow=lambda *_: on_poll(), end=lambda *_: None)
         config = SimpleNamespace(slurm=None, parallel=2)
-        jobs = [SimpleNamespace(run=run) for run in runs]
+        jobs = [Named(run) for run in runs]
         workers.run_jobs(jobs, store, None, config, progress, done.append)  # type: ignore[arg-type]
         return done
 
@@ -95,7 +107,7 @@ def test_processes_train_all_runs_one_after_the_other(train, tmp_path):
         ("mistake", ValueError, r"^an encoding must be one of .*got 'mixd'"),
         pytest.param("bug", RuntimeError, r"KeyError: 'bug'", marks=pytest.mark.slow),
         pytest.param(
-            "killed", ChildProcessError, "not be killed before its end, got a killed one", marks=pytest.mark.slow
+            "killed", ChildProcessError, "process of killed must not be killed before its end", marks=pytest.mark.slow
         ),
         pytest.param("stopped", Interrupted, r"^75$", marks=pytest.mark.slow),
     ],
@@ -108,45 +120,13 @@ def test_failed_run_stops_the_others_and_starts_none(train, tmp_path, wrong, err
 
 
 @pytest.mark.slow
-def test_asking_whether_a_call_has_ended_starts_none(tmp_path):
-    with executors.LocalExecutor(1) as executor:
-        first, second = (executor.submit(partial(trainings.train, name, tmp_path)) for name in ("short", "short-2"))
-        executor.wait(60)
-        wait_until(first.done)
-        assert not second.done()
-        assert started(tmp_path) == {"short"}
-        assert executors.result_of(second)[0] == "short-2"
-
-
-NAMES = ("long", "wrong", "short")
-
-
-@pytest.mark.slow
-def test_calls_are_cancelled_waiting_and_running(tmp_path):
-    with executors.LocalExecutor(1) as executor:
-        running, waiting, last = (executor.submit(partial(trainings.train, name, tmp_path)) for name in NAMES)
-        executor.wait(0)
-        wait_until(lambda: not running.done() and started(tmp_path))
-        waiting.cancel()
-        running.cancel()
-        assert executors.result_of(last)[0] == "short"
-        assert running.done()
-        assert waiting.done()
-        with pytest.raises(CancelledError):
-            executors.result_of(running)
-    assert started(tmp_path) == {"long", "short"}
-    assert (tmp_path / "long.saved").exists()
-    assert alive(tmp_path) == []
-
-
-@pytest.mark.slow
 def test_processes_get_devices_and_threads_before_they_import_torch(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,7")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)))
-    with executors.LocalExecutor(2) as executor:
+    with executors.Processes(2) as processes:
         names = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
-        handles = [executor.submit(partial(trainings.environment, names)) for _ in range(2)]
+        handles = [processes.submit(partial(trainings.environment, names), "environment") for _ in range(2)]
         assert sorted(handle.result() for handle in handles) == [("2", "3"), ("5", "3")]
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,5,7"
 
@@ -160,9 +140,10 @@ def test_jobs_of_submitit_are_handles(tmp_path, monkeypatch):
     names = ["short-1", "short-2", "wrong"]
     calls = [partial(trainings.train, name, tmp_path) for name in names]
     jobs = dict(zip(executor.map_array(executors.run_in_job, calls), names, strict=True))
+    monkeypatch.setattr(executors, "POLL_SECONDS", 0.05)
     done: list[str] = []
     with pytest.raises(RuntimeError, match="ValueError: dim must be divisible by 4, got 3"):
-        executors.run_all(jobs, lambda name, _: done.append(name), wait=lambda: wait_until(lambda: True))
+        executors.run_all(jobs, lambda name, _: done.append(name))
     assert set(done) <= {"short-1", "short-2"}
     for job in jobs:
         job.wait()
@@ -170,7 +151,9 @@ def test_jobs_of_submitit_are_handles(tmp_path, monkeypatch):
 
 
 def as_in_a_process(call: Callable[[], Any]) -> executors.Handle:
-    return executors.Postponed(lambda: pickle.loads(pickle.dumps(executors.run_in_job(call))))
+    handle: Future[Any] = Future()
+    handle.set_result(pickle.loads(pickle.dumps(executors.run_in_job(call))))
+    return handle
 
 
 @pytest.mark.parametrize(("name", "kind"), [("bug", "KeyError: 'bug'"), ("wrong", "ValueError: dim must be divis")])
@@ -180,7 +163,7 @@ def test_bug_in_a_process_is_shown_with_its_traceback(tmp_path, name, kind):
     with pytest.raises(RuntimeError, match=r"(?s)Traceback.*trainings\.py") as raised:
         executors.result_of(handle)
     assert kind in str(raised.value)
-    assert not is_mistake(raised.value)
+    assert not isinstance(raised.value, IN_ONE_LINE)
 
 
 @pytest.mark.parametrize(
@@ -193,25 +176,9 @@ def test_bug_in_a_process_is_shown_with_its_traceback(tmp_path, name, kind):
 def test_mistake_in_a_process_is_one_line_and_its_traceback_the_cause(call, message):
     with pytest.raises((ValueError, OSError), match=message) as raised:
         executors.result_of(as_in_a_process(call))
-    assert is_mistake(raised.value)
+    assert isinstance(raised.value, IN_ONE_LINE)
     assert "\n" not in str(raised.value)
     assert "Traceback" in str(raised.value.__cause__)
-
-
-def test_call_in_this_process_starts_when_its_result_is_asked_for_and_keeps_its_error():
-    calls: list[str] = []
-
-    def fail() -> None:
-        calls.append("fail")
-        raise KeyError("bug")
-
-    handles = {executors.Postponed(lambda: calls.append("first")): 1, executors.Postponed(fail): 2}
-    handles[executors.Postponed(lambda: calls.append("never"))] = 3
-    ended: list[int] = []
-    with pytest.raises(KeyError, match="bug"):
-        executors.run_all(handles, lambda item, _: ended.append(item), wait=lambda: None)
-    assert calls == ["first", "fail"]
-    assert ended == [1]
 
 
 @pytest.mark.slow
@@ -263,15 +230,42 @@ def of_session(pid: int) -> set[int]:
     return found
 
 
+def compare_command(out: Path, *options: str) -> list[str]:
+    small = [f"--data.{name}={value}" for name, value in SMALL.items()]
+    small += [f"--model.{name}={value}" for name, value in MODEL.items()]
+    return [sys.executable, "-m", "torchrope_lab", "compare", *small, "--seeds=1", f"--out={out}", *options]
+
+
+def numbers(out: Path) -> dict[str, Any]:
+    stored = {path.parent.name: json.loads(path.read_text()) for path in out.glob("runs/*/result.json")}
+    return {name: (result["predicted"], pytest.approx(result["val_loss"], rel=1e-5)) for name, result in stored.items()}
+
+
+@pytest.mark.slow
+def test_killed_folds_resume_with_other_settings_that_change_no_number(tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    asked = ["--encodings=none,axial", "--folds=2", "--epochs=3"]
+    subprocess.run(compare_command(tmp_path / "whole", *asked), check=True, env=environment, stdout=subprocess.DEVNULL)
+    killed = subprocess.Popen(
+        compare_command(tmp_path / "killed", *asked, "--parallel=2"), stdout=subprocess.DEVNULL, env=environment
+    )
+    wait_until(lambda: list(tmp_path.glob("killed/runs/*/curve.csv")))
+    killed.kill()
+    killed.wait()
+    assert len(list(tmp_path.glob("killed/runs/*/result.json"))) < 4
+    changed = ["--data.workers=0", "--parallel=3", "--run.logs=csv", "--run.checkpoint_every=2"]
+    subprocess.run(
+        compare_command(tmp_path / "killed", *asked, *changed), check=True, env=environment, stdout=subprocess.DEVNULL
+    )
+    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+    assert len(numbers(tmp_path / "whole")) == 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENDS)
 def test_stopped_comparison_leaves_no_process_and_resumes(tmp_path, name):
     number, whole_group, status = ENDS[name]
-    small = [f"--data.{name}={value}" for name, value in SMALL.items()]
-    small += [f"--model.{name}={value}" for name, value in MODEL.items()]
-    compare = ["compare", *small, "--parallel=2", "--seeds=1", f"--out={tmp_path}"]
-    command = [sys.executable, "-m", "torchrope_lab", *compare]
-    first = [*command, "--encodings=none,axial,mixed", "--epochs=4000"]
+    first = compare_command(tmp_path, "--parallel=2", "--encodings=none,axial,mixed", "--epochs=4000")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         first, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment

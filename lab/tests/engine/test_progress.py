@@ -66,6 +66,14 @@ def test_progress_without_terminal_prints_one_line_per_run() -> None:
     assert third == "run 3 of 3: mixed seed 1: top-1 50.0 %  (00:00 elapsed, about 00:22 left)"
 
 
+def test_long_study_says_what_takes_less_once() -> None:
+    runs, console = [run_of("mixed", seed) for seed in (0, 1)], plain_console()
+    with StudyProgress([(run, 0) for run in runs], 0, WORK, console) as progress:
+        for epoch in (1, 2):
+            progress.epoch(runs[0], row(epoch, seconds=600))
+    assert [line for line in lines_of(console) if "less takes less time" in line] == [lines_of(console)[1]]
+
+
 def test_lines_of_a_cross_validation_name_the_fold() -> None:
     data, console = data_config(folds=2, fold=1), plain_console()
     run = Run(RunConfig(encoding="mixed", data=data, optim=OptimConfig(epochs=2)))

@@ -350,11 +350,6 @@ def test_multi_scale_averages_probabilities() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SlidingWindows(None, crop=8, stride=9), "stride must be between 1 and crop = 8, got 9"),
-        (lambda: SlidingWindows(None, crop=8, stride=0), "stride must be between 1 and crop = 8, got 0"),
-        (lambda: MultiScale(None, scales=()), r"scales must be one or more factors above 0, got \(\)"),
-        (lambda: MultiScale(None, scales=(1, 0)), r"scales must be one or more factors above 0, got \(1, 0\)"),
-        (lambda: per_image_counts(torch.zeros(2, 3), torch.zeros(3, 2), 2), r"map's size \(3, 2\), got \(2, 3\)"),
         (lambda: per_image_counts(torch.zeros(1, 2), torch.tensor([[7, 255]]), 2), r"below 2 or 255, got \[7\]"),
     ],
 )

@@ -86,7 +86,7 @@ def test_run_key_depends_on_settings_that_change_results(changed: dict) -> None:
 def test_run_key_is_that_of_equal_settings() -> None:
     """A recipe or a file may write 1 where the command line gives 1.0."""
     keys = [
-        Run(RunConfig(data=data_config(), optim=OptimConfig(epochs=2, warmup_epochs=one, betas=[0, one / 2]))).key
+        Run(RunConfig(data=data_config(), optim=OptimConfig(epochs=2, warmup_epochs=one, train_sizes=[8]))).key
         for one in (1, 1.0)
     ]
     assert keys[0] == keys[1]

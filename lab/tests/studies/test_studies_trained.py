@@ -341,7 +341,7 @@ def test_weights_are_those_that_attention_mixes_with(out: Path, encoding: str) -
 @pytest.mark.parametrize("pool", ["cls", "mean"])
 def test_attention_to_every_patch_alike_has_the_distance_and_entropy_of_uniform_attention(out: Path, pool: str) -> None:
     here = lab(out)
-    model = build_model("mixed", ModelConfig(patch_size=[2], pool=pool, num_registers=2, **SMALL), here.data).eval()
+    model = build_model("mixed", ModelConfig(patch_size=[2], pool=pool, **SMALL), here.data).eval()
     with torch.no_grad():
         model.layers[0].attention.qkv.weight.zero_()
     found = attention.attention_statistics(model, torch.randn(2, 1, 4, 6))

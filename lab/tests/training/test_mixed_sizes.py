@@ -163,18 +163,6 @@ def test_voxel_spacings_follow_the_size() -> None:
     assert spacing.tolist() == [[10.0, 0.5, 0.25]] * 2
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ([8, 0], r"train_sizes\[1\] must be 1 or more, got 0"),
-        ([8, 8], r"train_sizes must be different values, got \[8, 8\]"),
-    ],
-)
-def test_invalid_sizes_raise_one_line(sizes: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        OptimConfig(train_sizes=sizes)
-
-
 def test_sizes_not_divisible_by_the_patch_raise_before_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

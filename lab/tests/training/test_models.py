@@ -21,7 +21,7 @@ from torchrope_lab.settings.run_config import ModelConfig, OptimConfig, RunConfi
 from torchrope_lab.training.classifier import training_loss
 from torchrope_lab.training.cost import count_encoding_parameters
 from torchrope_lab.training.initial import initialise
-from torchrope_lab.training.models import build_model, build_vit
+from torchrope_lab.training.models import build_model, build_vit, check_patches
 from torchrope_lab.training.optim import parameter_groups
 from torchrope_lab.training.run import build_module, load, train
 
@@ -110,29 +110,22 @@ def test_jitter_moves_patches_within_cells_in_training_only() -> None:
 
 
 def test_jitter_keeps_time_and_the_configured_lattice() -> None:
-    config = replace(SMALL, dim=48, jitter=2.0, spacing=[3.0], origin=[1.0])
+    config = replace(SMALL, dim=48, jitter=2.0, spacing=[3.0])
     model = build_model("comrope-ld:4", config, CLIPS).train()
     places = model.positions((2, 4, 4))[1:]
-    lattice = tr.grid(2, 4, 4, spacing=3.0, origin=1.0)
+    lattice = tr.grid(2, 4, 4, spacing=3.0, origin=[1 / 4, 1 / 8, 1 / 8])  # ComRoPE's
     torch.testing.assert_close(places[:, 0], lattice[:, 0], rtol=0, atol=0)
     assert ((places - lattice)[:, 1:].abs() <= 1.5 + 1e-6).all()
     assert (places - lattice)[:, 1:].abs().max() > 1.0
 
 
-def test_encoding_scale_multiplies_initial_generators() -> None:
-    drawn = []
-    for scale in (1.0, 0.5):
-        torch.manual_seed(0)
-        drawn.append(build_model("learned+liere:4", replace(SMALL, encoding_scale=scale), PIXELS))
-    for mine, other in zip(drawn[0].encodings, drawn[1].encodings, strict=True):
-        torch.testing.assert_close(other.generators(), 0.5 * mine.generators())
-    for name in ("axial", "learned"):
-        rule = f"^encoding_scale is for encodings that take init_scale, got {name}$"
-        with pytest.raises(ValueError, match=rule):
-            build_model(name, replace(SMALL, encoding_scale=0.5), PIXELS)
-        build_model(name, SMALL, PIXELS)
-    swin = build_model("mixed", replace(SWIN, encoding_scale=0.5), PIXELS)
-    assert swin.stages[0].encodings[0].init_scale == 0.5
+@pytest.mark.parametrize(
+    ("patch", "size", "fewer"), [(1, 24, "--model.patch_size 2 gives 144"), (1, 16, ""), (2, 48, "")]
+)
+def test_many_patches_of_1_are_warned_of(patch: int, size: int, fewer: str, caplog: pytest.LogCaptureFixture) -> None:
+    data = make_data(data_config("images", root=".", size=size))
+    check_patches(ModelConfig(patch_size=[patch]), data)
+    assert [message.partition("; ")[2] for message in caplog.messages] == ([fewer] if fewer else [])
 
 
 def test_rotary_dim_applies_if_the_head_does_not_fit() -> None:
@@ -162,21 +155,6 @@ def test_build_model_applies_init_norms_and_stochastic_depth() -> None:
     assert build_model("learned", SMALL, PIXELS).norm.eps == 1e-6
     swin = build_model("bias", replace(SWIN, drop_path=0.3, drop_path_schedule="constant"), PIXELS)
     assert {layer.drop_path.p for stage in swin.stages for layer in stage.layers} == {0.3}
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"weight_init": "he"}, "weight_init must be one of xavier, truncated-normal, torch, got 'he'"),
-        ({"drop_path_schedule": "step"}, "drop_path_schedule must be one of linear, constant, got 'step'"),
-        ({"norm_eps": 0.0}, "norm_eps must be above 0, got 0.0"),
-        ({"encoding_scale": 0.0}, "encoding_scale must be above 0, got 0.0"),
-        ({"rotary_dim": 0}, "rotary_dim must be 1 or more, got 0"),
-    ],
-)
-def test_settings_out_of_range_raise(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        ModelConfig(**settings)
 
 
 def test_decay_encodings_includes_encodings_and_tokens() -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from torchrope.models import Features, Swin, ViT
 from torchrope_lab.data.data_config import data_config
 from torchrope_lab.settings.run_config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig, read_config
-from torchrope_lab.training.devices import accumulation_steps
+from torchrope_lab.training.devices import accumulation_steps, slow_without_gpu
 from torchrope_lab.training.optim import build_optimizer, build_schedule, warmup_cosine
 from torchrope_lab.training.run import load, train
 
@@ -50,7 +50,7 @@ def tiny_swin(**settings: object) -> Swin:
 
 def lamb_step(w: torch.Tensor, gradients: list[torch.Tensor], lr: float, decay: float) -> torch.Tensor:
     """Compute the weights after steps of LAMB's algorithm 2; without weight decay the ratio of norms is 1."""
-    m, v, b1, b2 = torch.zeros_like(w), torch.zeros_like(w), 0.9, 0.99
+    m, v, b1, b2 = torch.zeros_like(w), torch.zeros_like(w), 0.9, 0.999
     for t, g in enumerate(gradients, 1):
         m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
         u = (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + 1e-6) + decay * w
@@ -64,7 +64,7 @@ def test_lamb_equals_its_paper_without_gradient_clipping(
     weight_decay: float,
 ) -> None:
     model = tiny_vit(encoding="none").double()
-    config = OptimConfig(optimizer="lamb", lr=0.01, betas=(0.9, 0.99), weight_decay=weight_decay)
+    config = OptimConfig(optimizer="lamb", lr=0.01, weight_decay=weight_decay)
     optimizer = build_optimizer(model, config)
     decays = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -273,20 +273,9 @@ def test_schedule_ends_at_min_lr_after_warmup_share() -> None:
     assert warmup_cosine(7, warmup=2, total=9) == warmup_cosine(7, warmup=2, total=9, floor=0.0)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (dict(min_lr=1.0), "min_lr must be between 0 and lr = 0.002, got 1.0"),
-        (dict(warmup_share=0.7), "warmup_share must be between 0 and 0.5, got 0.7"),
-        (dict(layer_decay=0.0), "layer_decay must be above 0 and at most 1, got 0.0"),
-        (dict(ema_decay=1.0), "ema_decay must be above 0 and below 1, got 1.0"),
-        (dict(effective_batch=0), "effective_batch must be 1 or more, got 0"),
-        (dict(optimizer="sgd"), "optimizer must be one of adamw, adam, lamb, got 'sgd'"),
-    ],
-)
-def test_invalid_settings_raise_one_line(settings: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        OptimConfig(**settings)
+def test_min_lr_is_at_most_lr() -> None:
+    with pytest.raises(ValueError, match=r"^min_lr must be between 0 and lr = 0\.002, got 1\.0$"):
+        OptimConfig(min_lr=1.0)
 
 
 @pytest.mark.parametrize("make", [tiny_vit, tiny_swin])
@@ -353,7 +342,7 @@ def test_accumulated_batches_equal_one_large_batch(tmp_path: Path) -> None:
 def test_last_step_of_an_epoch_is_the_mean_over_its_examples(tmp_path: Path, examples: int, batch_size: int) -> None:
     weights = []
     for batch in (20, batch_size):  # the last step has fewer batches, or a smaller one
-        config = replace(small_run(batch, effective_batch=20, commutator=1.0, clip=0.0), encoding="liere:8")
+        config = replace(small_run(batch, effective_batch=20, clip=0.0), encoding="liere:8")
         config = replace(config, data=replace(config.data, train_size=examples))
         weights.append(train(config, data_of(config), tmp_path / str(batch))[0].state_dict())
     for name, weight in weights[0].items():
@@ -368,6 +357,16 @@ def test_effective_batch_must_be_a_multiple_of_the_devices() -> None:
     ):
         accumulation_steps(config, 3)
     assert accumulation_steps(small_run(batch_size=8), 3) == 1
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_recipe_for_gpus_names_what_is_less_slow_without_one(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    on_gpus = ExecutionConfig(precision="bf16", compile=True)
+    config = replace(small_run(batch_size=256, effective_batch=2048), run=on_gpus)
+    options = "--run.compile false --run.precision float32 --data.batch_size 64 --optim.effective_batch 64"
+    assert slow_without_gpu(config) == ("" if gpu else f"this machine has no GPU; less slow: {options}")
+    assert slow_without_gpu(small_run()) == ""
 
 
 def test_bf16_keeps_weights_in_float32(tmp_path: Path) -> None:
@@ -391,7 +390,7 @@ def test_older_configurations_can_be_read(tmp_path: Path) -> None:
         "seed": 0,
         "data": {"name": "digits"},
         "model": {"dim": 16},
-        "optim": {"epochs": 3, "betas": [0.9, 0.999]},
+        "optim": {"epochs": 3, "milestones": []},
     }
     assert read_config(stored) == RunConfig(
         encoding="mixed", data=data_config(), model=ModelConfig(dim=16), optim=OptimConfig(epochs=3)

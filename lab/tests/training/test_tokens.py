@@ -116,14 +116,10 @@ def test_model_settings_are_passed_to_the_transformer(data: TokensModule) -> Non
     ("settings", "message"),
     [
         ({"backbone": "transformer", "patch_size": [2]}, "patch_size is a setting of backbone vit and swin only"),
-        ({"backbone": "transformer", "num_registers": 2}, "num_registers is a setting of backbone vit only"),
+        ({"backbone": "transformer", "jitter": 2.0}, "jitter is a setting of backbone vit only"),
         ({"backbone": "transformer", "head": "upernet"}, "head must be classify with backbone transformer"),
         ({"backbone": "swin", "attention": "linear"}, "attention is a setting of backbone transformer only"),
         ({"backbone": "transformer", "attention": "quick"}, "attention must be one of softmax, linear, got 'quick'"),
-        (
-            {"backbone": "transformer", "attention": "linear", "attention_dropout": 0.1},
-            "attention_dropout is for softmax attention only",
-        ),
     ],
 )
 def test_settings_of_another_backbone_raise(settings: dict[str, Any], message: str) -> None:
@@ -144,7 +140,6 @@ def test_settings_of_another_backbone_raise(settings: dict[str, Any], message: s
             "--optim.train_sizes is for data on a lattice, got 8, 16 with --data points",
         ),
         ("train --encoding learned", "encoding must not have a learned table or a score bias"),
-        ("train --data.frames 5", "--data.frames is for videos, ucf101, volumes, rsna, got --data points"),
         ("train --data.augment.flip true", "--data.augment.flip is for digits"),
         ("compare --scales 0.5,2", "--scales is for data on a lattice"),
         ("study resolution", "Input size needs patches on a lattice, got points, whose tokens are at any positions"),

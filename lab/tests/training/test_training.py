@@ -2,22 +2,18 @@
 
 import math
 import os
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import yaml
-from pytorch_lightning.callbacks import Callback
+from processes import data_of
 
 import torchrope as tr
 from torchrope.files import write_whole
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.data_config import data_config
-from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.transforms import shuffle_patches
-from torchrope_lab.settings.run_config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
+from torchrope_lab.settings.run_config import ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.statistics import accuracy_interval
 from torchrope_lab.training.classifier import Classifier
 from torchrope_lab.training.cost import count_encoding_parameters, count_flops, measure_costs
@@ -38,12 +34,6 @@ def small_run(epochs: int = 3, encoding: str = "learned+liere:4", seed: int = 1)
         model=SMALL,
         optim=OptimConfig(epochs=epochs, warmup_epochs=1.0),
     )
-
-
-def data_of(config: RunConfig) -> DataModule:
-    data = make_data(config.data)
-    data.setup()
-    return data
 
 
 class Killed(Exception):
@@ -94,33 +84,6 @@ def test_damaged_checkpoint_raises_one_line(tmp_path: Path) -> None:
         train(config, data_of(config), tmp_path)
 
 
-def stopped_run(folder: Path, optimizer: str = "adamw") -> RunConfig:
-    """A run with a checkpoint of an epoch and one within the next."""
-
-    class Stop(Callback):
-        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == 3:
-                raise KeyboardInterrupt
-
-    config = small_run(epochs=2)
-    config = replace(
-        config,
-        data=replace(config.data, train_size=20, val_size=20, batch_size=10),
-        optim=replace(config.optim, optimizer=optimizer, ema_decay=0.9),
-        run=ExecutionConfig(checkpoint_every=1),
-    )
-    with pytest.raises(KeyboardInterrupt):
-        train(config, data_of(config), folder, callbacks=[Stop()])
-    return config
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "adam", "lamb"])
-def test_run_resumes_within_an_epoch_with_every_optimizer(tmp_path: Path, optimizer: str) -> None:
-    config = stopped_run(tmp_path, optimizer)
-    _, history = train(config, data_of(config), tmp_path)
-    assert [row["epoch"] for row in history.rows] == [1, 2]
-
-
 @pytest.mark.parametrize("content", ["- a list\n", "encoding: mixed\n"])
 def test_load_rejects_a_folder_without_a_run(tmp_path: Path, content: str) -> None:
     with pytest.raises(
@@ -147,7 +110,7 @@ def test_cosine_schedule_warms_up_and_decays_to_zero() -> None:
 
 @pytest.mark.parametrize("encoding", ["learned+mixed", "liere:4", "comrope-ap:4", "comrope-ld:4"])
 def test_weight_decay_excludes_encodings_norms_biases_tokens(encoding: str) -> None:
-    model = build_vit(encoding, ModelConfig(dim=16, depth=2, num_heads=2, num_registers=2), make_data(data_config()))
+    model = build_vit(encoding, ModelConfig(dim=16, depth=2, num_heads=2), make_data(data_config()))
     groups = build_optimizer(model, OptimConfig(weight_decay=0.1)).param_groups
     decay = {parameter: group["weight_decay"] for group in groups for parameter in group["params"]}
     matrices = {name for name, _ in model.named_parameters() if name.endswith("weight") and "norm" not in name}
@@ -294,19 +257,6 @@ def test_write_whole_propagates_keyboard_interrupt(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "file.txt").read_text() == "new"
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (dict(epochs=0), "epochs must be 1 or more, got 0"),
-        (dict(lr=0.0), "lr must be above 0, got 0.0"),
-        (dict(warmup_epochs=-1.0), "warmup_epochs must be 0 or more, got -1.0"),
-    ],
-)
-def test_invalid_settings_raise_one_line(settings: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        OptimConfig(**settings)
-
-
 def test_size_is_overridden_by_single_settings() -> None:
     with torch.device("meta"):
         model = build_vit("none", ModelConfig(size="small", depth=2, patch_size=[4]), make_data(data_config()))
@@ -315,13 +265,6 @@ def test_size_is_overridden_by_single_settings() -> None:
         (384,),
         6,
     )
-
-
-def test_stored_configuration_is_plain_yaml(tmp_path: Path) -> None:
-    config = small_run(epochs=1)
-    train(config, data_of(config), tmp_path)
-    stored = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    assert (stored["encoding"], stored["seed"], stored["optim"]["epochs"]) == ("learned+liere:4", 1, 1)
 
 
 def test_training_step_reads_no_number_from_the_device() -> None:

@@ -195,14 +195,11 @@ def erase(inputs: Tensor, probability: float, draws: Draws) -> Tensor:
 
 def mix(inputs: Tensor, labels: Tensor, num_classes: int, config: AugmentConfig, draws: Draws) -> tuple[Tensor, Tensor]:
     """Mix every example with its neighbour in the batch by Mixup or CutMix; labels become `(batch, num_classes)`."""
-    # CutMix pastes a box of the last two axes, through all positions along the others; of one axis, a segment. If
-    # either is configured, labels are probabilities also for a batch that is not mixed.
+    # CutMix pastes a box of the last two axes, through all positions along the others; of one axis, a segment.
     if not config.mixup and not config.cutmix:
         return inputs, labels
     batch = draws.of_batch
-    mix_draw, kind_draw = batch.uniform("mix", 2)[0].tolist()
-    if mix_draw >= config.mix_probability:
-        return inputs, functional.one_hot(labels, num_classes).float()
+    _, kind_draw = batch.uniform("mix", 2)[0].tolist()  # one number for each would change recorded runs
     cut = config.cutmix > 0 and (not config.mixup or kind_draw < 0.5)
     one_axis = inputs.ndim == 3
     mixer = (CutSegment if one_axis else v2.CutMix) if cut else v2.MixUp

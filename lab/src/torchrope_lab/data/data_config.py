@@ -122,7 +122,6 @@ class AugmentConfig(Augment):
             ten times (mmsegmentation: 0.75); 1 takes the first crop (Mask2Former).
         mixup: Alpha of Mixup (Zhang et al., arXiv:1710.09412); labels become probabilities. 0 is off.
         cutmix: Alpha of CutMix (Yun et al., arXiv:1905.04899); 0 is off. If both are on, one is drawn per batch.
-        mix_probability: Probability of mixing a batch.
         crop_scale: Range of the crop's area as a fraction of the image (RandomResizedCrop), the same for all frames of
             a clip. Default: 0.6 to 1 for "images", 0.08 to 1 for "imagenet", "videos" and "ucf101", no crop for the
             others.
@@ -152,7 +151,6 @@ class AugmentConfig(Augment):
     max_class_share: Fraction = 0.75
     mixup: NonNegativeFloat = 0.0
     cutmix: NonNegativeFloat = 0.0
-    mix_probability: ClosedUnit = 1.0
     crop_scale: CropScale | None = None
     resize_crop: Annotated[float, at_least(1)] | None = None
     erasing: ClosedUnit = 0.0
@@ -161,7 +159,7 @@ class AugmentConfig(Augment):
     three_augment: bool = False
 
 
-MIXES = ("flip", "mixup", "cutmix", "mix_probability")
+MIXES = ("flip", "mixup", "cutmix")
 POINTS = ("rotate", "degrees", "shift", "jitter", "drop_points")
 
 
@@ -171,22 +169,21 @@ class DataConfig(Settings):
 
     Attributes:
         name: Name of the data set, see docs/data.md.
-        size: Pixels per side of an input, for "ade20k" and "segments" of a training crop, for "coco" of the shorter
-            side without `scale_jitter`; for "points" the maximum number of points
-            per example: larger ones are subsampled, at random in every epoch, to the same points in every validation;
-            passed to a source of your own that has this parameter.
+        size: Pixels per side of an input; for "points" the maximum number of points per example. For "ade20k" and
+            "segments" of a training crop, for "coco" of the shorter side without `scale_jitter`. Larger sets of points
+            are subsampled, at random in every epoch, to the same points in every validation. A source of your own may
+            have this parameter.
         train_size: Number of training examples, with classes as balanced as possible; by default all.
         val_size: Number of validation examples, chosen in the same way.
         batch_size: Examples in one training step.
         split_seed: Seed of the split into training and validation examples, independent of the seed of the run.
-        folds: Number of folds of a cross-validation: parts of the examples that `train_size` and `val_size` choose,
-            each with its share of every class, and no patient (or other group) in two parts. The normalisation stays
-            that of the original training examples.
+        folds: Number of folds of a cross-validation. They are parts of the examples that `train_size` and `val_size`
+            choose, each with its share of every class, and no patient (or other group) in two parts. The normalisation
+            stays that of the original training examples.
         fold: The part, from 0, that is validated; the others are trained on. `compare` and `study` train all.
         tuning: Validate on a held-out fifth of the training examples instead of the validation set, for choosing
             hyperparameters; for in-memory data only.
         workers: Processes that load data beside the training; 0 loads in the training process.
-        prefetch: Batches that each of these processes loads ahead.
         drop_last: Drop the last training batch of an epoch if it is smaller than the others, as DeiT does; with
             `run.compile` all steps then have the same shapes.
         augment: Augmentation of training inputs.
@@ -221,7 +218,6 @@ class DataConfig(Settings):
     fold: NonNegativeInt = 0
     tuning: bool = False
     workers: NonNegativeInt = 0
-    prefetch: PositiveInt = 2
     drop_last: bool = False
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 

@@ -346,7 +346,7 @@ class DataModule(pl.LightningDataModule, ABC):
         """Return a loader of batches of indices."""
         options: dict[str, Any] = {"batch_sampler": batches, "generator": generator}
         if self.config.workers:
-            options.update(num_workers=self.config.workers, prefetch_factor=self.config.prefetch)
+            options.update(num_workers=self.config.workers)
         return Loader(dataset, **options)
 
     def _made_datasets(self) -> tuple[Dataset, Dataset]:

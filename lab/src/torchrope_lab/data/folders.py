@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -58,8 +59,10 @@ def matching_parts(folder: Path, *patterns: str) -> tuple[list[Path], list[Path]
 
 
 def warn_unread(root: Path, read: Iterable[str], kind: str) -> None:
-    """Warn in one line about the files below `root` that are not read."""
+    """Warn in one line about the files below `root` that are not read, counted by their extensions."""
     read_paths = set(read)
     others = [path for path in files_below(root, root) if path not in read_paths]
     if others:
-        logger.warning("not read because they are not %s: %s", kind, first_of(others))
+        counts = Counter(Path(path).suffix.lower() or "without extension" for path in others)
+        number = ", ".join(f"{count} {extension}" for extension, count in counts.most_common())
+        logger.warning("%s not read because they are not %s: %s", number, kind, first_of(others))

@@ -13,7 +13,7 @@ import simplejpeg
 import torch
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from torch import Tensor
-from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.datasets import folder as torchvision_folder
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as image_ops
 
@@ -33,8 +33,9 @@ CROP_SCALE = (0.6, 1.0)
 PARTS = ("train", "val")
 NAMES_OF_PARTS = {*PARTS, "training", "valid", "validation", "test", "testing"}
 STATISTICS_IMAGES = 512
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")
-"""Formats of torchvision's extensions; for some others Pillow runs external programs."""
+IMG_EXTENSIONS = (*torchvision_folder.IMG_EXTENSIONS, ".gif")
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")
+"""Formats of these extensions, of a GIF the first frame; for some others Pillow runs external programs."""
 PHOTOMETRIC, WHITE_IS_ZERO = 262, 0  # of TIFF
 ORIENTATION = 0x0112  # of EXIF
 LAYOUT = "root/<class>/* or root/train/<class>/* with root/val/<class>/*"
@@ -186,7 +187,7 @@ class Images(CroppedImages):
             paths,
             lambda path: decode(path, self.input_size[0])[1],
             index_of(self.root, "images"),
-            version=f"1 {PIL.__version__}",
+            version=f"2 {PIL.__version__}",
             doing="Checking images",
             explain=explain_fault,
         )

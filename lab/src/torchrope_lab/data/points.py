@@ -20,7 +20,7 @@ from torchrope_lab.data.images import (
     split_by_group,
     split_parts,
 )
-from torchrope_lab.data.table_files import READERS, Columns, read_table
+from torchrope_lab.data.table_files import READERS, Columns, check_columns, read_table
 from torchrope_lab.data.tokens import Cloud, CloudSet, TokensModule, classes_of, point_counts
 from torchrope_lab.mistakes import Mistake
 
@@ -61,7 +61,11 @@ class Points(TokensModule):
             raise Mistake(f"{rule}, got {','.join(named) or 'none'}")
         self.root = existing_folder(config.root, KIND, LAYOUT)
         if config.label is None:
-            self.folders, self.classes = find_classes(self.root)
+            try:
+                self.folders, self.classes = find_classes(self.root)
+            except Mistake as error:
+                columns = "--data.label names a column of classes, and --data.example one of examples"
+                raise Mistake(f"{error}; without class folders {columns}") from None
         else:
             names = subfolders(self.root)
             check_parts(self.root, names, with_folders=False)
@@ -164,10 +168,7 @@ class Points(TokensModule):
     def _groups(self, path: str, table: Columns) -> dict[str, np.ndarray]:
         """Return the rows of every example by name: all of them, or those with one value in the column `example`."""
         config = self.config
-        wanted = (*self.axes, *self.features, *filter(None, [config.label, config.example]))
-        missing = [name for name in wanted if name not in table]
-        if missing:
-            raise Mistake(f"columns must include {', '.join(wanted)}; missing: {', '.join(missing)}")
+        check_columns((*self.axes, *self.features), table)
         count = len(table[self.axes[0]])
         if not count:
             raise Mistake("a table must have 1 row or more, got 0")

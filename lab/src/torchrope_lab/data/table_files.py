@@ -5,13 +5,13 @@ import math
 import re
 import threading
 from array import array
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
 
-from torchrope_lab.mistakes import Mistake
+from torchrope_lab.mistakes import Mistake, closest, suggestion
 
 Columns = dict[str, np.ndarray]
 """Columns of equal length by name: float64, or text."""
@@ -21,16 +21,23 @@ _PARSE_LOCK = threading.Lock()
 _NUMBER = re.compile(r"[-+.]*\d[-+.\deE]*")
 
 
-def read_table(path: Path, text: Container[str] = (), needed: Iterable[str] | None = None) -> Columns:
+def read_table(path: Path, text: Collection[str] = (), needed: Iterable[str] | None = None) -> Columns:
     """Read the columns of a .csv or .npz file by name; those in `text`, or not `needed`, are text."""
     # Dates are seconds since 1970. `needed` names are in any case; None is all.
     numbers = None if needed is None else {name.lower() for name in needed}
     return READERS[path.suffix.lower()](
-        path, lambda name: name in text or (numbers is not None and name.lower() not in numbers)
+        path, lambda name: name in text or (numbers is not None and name.lower() not in numbers), text
     )
 
 
-def read_csv(path: Path, is_text: Callable[[str], bool]) -> Columns:
+def check_columns(required: Iterable[str], names: Collection[str]) -> None:
+    """Raise ValueError with the columns that there are if one is missing."""
+    for name in required:
+        if name not in names:
+            raise Mistake(f"there is no column {name!r} among {', '.join(names)}{suggestion(closest(name, names))}")
+
+
+def read_csv(path: Path, is_text: Callable[[str], bool], required: Collection[str] = ()) -> Columns:
     """Read a text table with a header line, separated by commas, semicolons or tabs; an empty cell is NaN."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         first = file.readline()
@@ -38,6 +45,7 @@ def read_csv(path: Path, is_text: Callable[[str], bool]) -> Columns:
         names = [name.strip() for name in next(csv.reader([first], delimiter=delimiter), [])]
         if not names or not all(names) or len(set(names)) < len(names) or any(map(_NUMBER.fullmatch, names)):
             raise Mistake(f"the first line must name the columns, each once, got {first.strip()[:60]!r}")
+        check_columns(required, names)
         columns: list[list[str] | array] = [[] if is_text(name) else array("d") for name in names]
         for number, row in enumerate(filter(None, csv.reader(file, delimiter=delimiter)), start=2):
             if len(row) != len(names):
@@ -47,17 +55,20 @@ def read_csv(path: Path, is_text: Callable[[str], bool]) -> Columns:
                 try:
                     column.append(cell.strip() if isinstance(column, list) else parse_number(cell))  # type: ignore[arg-type]
                 except ValueError as error:
-                    raise Mistake(f"column {name} must hold numbers: {error} in row {number}") from None
+                    text = "columns of text are --data.label, --data.example, or not among --data.features"
+                    raise Mistake(f"column {name} must hold numbers: {error} in row {number}; {text}") from None
     return {name: np.array(column) for name, column in zip(names, columns, strict=True)}
 
 
-def read_npz(path: Path, is_text: Callable[[str], bool]) -> Columns:
+def read_npz(path: Path, is_text: Callable[[str], bool], required: Collection[str] = ()) -> Columns:
     """Read arrays as columns: `(n,)` is one column, `(n, k)` are the columns name.0, name.1, ..."""
     # An array `positions` with up to three columns gives x, y, z. A class may be a scalar `()`. Pickles are rejected,
     # and array sizes are checked against the file size before memory is allocated.
     columns: Columns = {}
     lengths: dict[str, int] = {}
-    for name, values in read_arrays(path).items():
+    arrays = read_arrays(path)
+    check_columns(required, arrays)
+    for name, values in arrays.items():
         if is_text(name):
             columns[name] = values.reshape(-1).astype(str)
             continue
@@ -100,7 +111,7 @@ def as_floats(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnat(values), np.nan, (values - np.datetime64(0, "s")) / SECOND)
 
 
-READERS: dict[str, Callable[[Path, Callable[[str], bool]], Columns]] = {
+READERS: dict[str, Callable[[Path, Callable[[str], bool], Collection[str]], Columns]] = {
     ".csv": read_csv,
     ".npz": read_npz,
 }

@@ -1,4 +1,4 @@
-"""Calls in this process, in processes of this machine or as Slurm jobs, with handles that are polled and cancelled."""
+"""Calls in processes of this machine or as Slurm jobs, with handles that are polled and cancelled."""
 
 import multiprocessing
 import os
@@ -7,29 +7,29 @@ import signal
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
-from torchrope_lab.mistakes import Mistake, is_mistake
+from torchrope_lab.mistakes import IN_ONE_LINE, Mistake
 from torchrope_lab.training.signals import EXIT_INTERRUPTED, Interrupted
 
 Item = TypeVar("Item")
 
 GRACE_SECONDS = 30.0
-"""Time in which a cancelled call may save, between SIGTERM and SIGKILL."""
-_PENDING = object()
+"""Time in which a stopped call may save, between SIGTERM and SIGKILL."""
+POLL_SECONDS = 1.0
 
 
 class Handle(Protocol):
-    """A submitted call; the jobs of submitit are handles too."""
+    """A submitted call: a future, or a job of submitit."""
 
     def done(self) -> bool:
         """Whether it has ended."""
@@ -39,20 +39,6 @@ class Handle(Protocol):
 
     def cancel(self) -> object:
         """Stop it, or do not start it."""
-
-
-class Postponed:
-    """A call in this process, which starts when its result is asked for."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self.result = call
-
-    def done(self) -> bool:
-        """Whether asking for the result waits for no other process."""
-        return True
-
-    def cancel(self) -> None:
-        """Do nothing: it has not started."""
 
 
 @dataclass(frozen=True)
@@ -70,131 +56,79 @@ class RemoteTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
-class LocalHandle:
-    """A call of a `LocalExecutor`."""
-
-    def __init__(self, executor: "LocalExecutor", call: Callable[[], Any]) -> None:
-        self.executor = executor
-        self.call = call
-        self.answer: Any = _PENDING
-
-    def done(self) -> bool:
-        """Whether it has ended; starts no call, as that of an ended one may have failed."""
-        self.executor.collect(0)
-        return self.answer is not _PENDING
-
-    def result(self) -> Any:
-        """Return the result of the call, or `Failure`."""
-        while not self.done():
-            self.executor.wait(1)
-        return self.answer
-
-    def cancel(self) -> None:
-        """Remove the call from the queue, or send SIGTERM to its process, which may save before it ends."""
-        self.executor.cancel(self)
-
-
-class LocalExecutor(AbstractContextManager["LocalExecutor"]):
-    """Runs calls in processes of this machine, which live for many calls."""
+class Processes(AbstractContextManager["Processes"]):
+    """Runs calls in processes of this machine, which live for many calls; a thread waits for each."""
 
     # Before it imports torch, each process gets one GPU of those that this process may use, or its share of the cores.
-    # It leads a process group, so that Ctrl-C reaches this process alone. If the block is left by an
-    # exception, all processes get SIGTERM, and SIGKILL after `GRACE_SECONDS` or at another Ctrl-C; they also end if
-    # this process dies.
+    # It leads a process group, so that Ctrl-C reaches this process alone. After a failure no call starts. If the block
+    # is left by an exception, all processes get SIGTERM, and SIGKILL after `GRACE_SECONDS` or at another Ctrl-C; they
+    # also end if this process dies.
 
-    def __init__(self, processes: int) -> None:
-        self.processes = processes
-        self.waiting: deque[LocalHandle] = deque()
-        self.running: dict[Connection, LocalHandle] = {}
-        self.workers: dict[Connection, Any] = {}
-        self.slots: dict[Connection, int] = {}
-        self.stopping: list[Any] = []
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.processes: list[Any] = []
+        self.idle: SimpleQueue[tuple[Any, Connection]] = SimpleQueue()
+        self.threads = ThreadPoolExecutor(count)
+        self.stopped = False
         self._context = multiprocessing.get_context("spawn")
-        self._watched, self._stop = self._context.Pipe(duplex=False)
+        self._watched, self._alive = self._context.Pipe(duplex=False)
 
-    def submit(self, call: Callable[[], Any]) -> LocalHandle:
-        """Queue a call; it and its result can be pickled."""
-        handle = LocalHandle(self, call)
-        self.waiting.append(handle)
-        return handle
-
-    def wait(self, seconds: float) -> None:
-        """Start queued calls, and wait until one has ended, at most for so many seconds."""
-        while self.waiting and len(self.running) < self.processes:
-            idle = next((connection for connection in self.workers if connection not in self.running), None)
-            connection = self._start() if idle is None else idle
-            handle = self.running[connection] = self.waiting.popleft()
-            with suppress(BrokenPipeError):  # its process has ended, which is noticed below
-                connection.send(handle.call)
-        self.collect(seconds)
-
-    def collect(self, seconds: float) -> None:
-        """Wait until a running call has ended, at most for so many seconds, and store its result."""
-        ready = wait([*self.running], seconds)
-        for connection in [each for each in self.running if each in ready]:
-            handle = self.running.pop(connection)
-            try:
-                handle.answer = connection.recv()
-            except (EOFError, OSError):
-                process = self.workers.pop(connection)
-                process.join()
-                killed = "a killed one, perhaps for lack of memory: lower --parallel; the same command resumes"
-                rule = f"the process of a run must not be killed before its end, got {killed}"
-                stopped = process.exitcode == EXIT_INTERRUPTED
-                handle.answer = Failure(Interrupted(EXIT_INTERRUPTED) if stopped else ChildProcessError(rule))
-
-    def cancel(self, handle: LocalHandle) -> None:
-        """Remove a call from the queue, or send SIGTERM to its process."""
-        if handle in self.waiting:
-            self.waiting.remove(handle)
-        for connection, running in list(self.running.items()):
-            if running is handle:
-                del self.running[connection]
-                process = self.workers.pop(connection)
-                process.terminate()
-                self.stopping.append(process)
-        if handle.answer is _PENDING:
-            handle.answer = Failure(CancelledError())
+    def submit(self, call: Callable[[], Any], name: str) -> Future[Any]:
+        """Queue a call, named in errors; it and its result can be pickled."""
+        if len(self.processes) < self.count:
+            self._start()
+        return self.threads.submit(self._run, call, name)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for handle in [*self.waiting, *self.running.values()]:
-            handle.cancel()
-        for connection in self.workers:
-            connection.close()  # ends processes that wait
+        self.stopped = True
+        self.threads.shutdown(wait=False, cancel_futures=True)
         end = time.monotonic() + GRACE_SECONDS
         try:
-            for process in (*self.workers.values(), *self.stopping):
+            for process in self.processes:
+                process.terminate()
+            for process in self.processes:
                 process.join(max(0.0, end - time.monotonic()))
         finally:
-            for process in (*self.workers.values(), *self.stopping):
+            for process in self.processes:
                 if process.is_alive():
-                    with suppress(ProcessLookupError, PermissionError):
+                    with suppress(ProcessLookupError, PermissionError, AttributeError):
                         os.killpg(process.pid, signal.SIGKILL)
                     process.kill()
                 process.join()
-            self._stop.close()
+            self._alive.close()
 
-    def _start(self) -> Connection:
+    def _start(self) -> None:
         """Start a process with its devices, threads and a connection."""
         ours, theirs = self._context.Pipe()
-        taken = {self.slots[connection] for connection in self.workers}
-        self.slots[ours] = next(slot for slot in range(self.processes) if slot not in taken)
         arguments = (theirs, self._watched, multiprocessing.get_start_method())
         process = self._context.Process(target=_serve, args=arguments)
-        with _environment(**_share(self.slots[ours], self.processes)), _ctrl_c_ignored():
+        with _environment(**_share(len(self.processes), self.count)), _ctrl_c_ignored():
             process.start()
         theirs.close()  # the connection ends with the process
-        self.workers[ours] = process
-        return ours
+        self.processes.append(process)
+        self.idle.put((process, ours))
+
+    def _run(self, call: Callable[[], Any], name: str) -> Any:
+        """Return the result of a call in an idle process, or `Failure`."""
+        process, connection = self.idle.get()
+        try:
+            if self.stopped:
+                return Failure(CancelledError())
+            connection.send(call)
+            result = connection.recv()
+        except (EOFError, OSError):
+            result = Failure(CancelledError() if self.stopped else _death(process, name))
+        finally:
+            self.idle.put((process, connection))
+        self.stopped |= isinstance(result, Failure)
+        return result
 
 
 def run_all(
-    handles: dict[Handle, Item],
+    handles: dict[Any, Item],
     on_result: Callable[[Item, Any], None],
-    *,
-    wait: Callable[[], object],
     on_poll: Callable[[Sequence[Item]], None] = lambda _: None,
 ) -> None:
     """Pass each call's subject and result to `on_result`; an error or a signal cancels calls that have not ended."""
@@ -206,11 +140,20 @@ def run_all(
             for handle in ended:
                 on_result(left.pop(handle), result_of(handle))
             if left and not ended:
-                wait()
+                time.sleep(POLL_SECONDS)
     except BaseException:
         for handle in left:
             handle.cancel()
         raise
+
+
+def _death(process: Any, name: str) -> BaseException:
+    """Return the error of a process that ended before its call did."""
+    process.join()
+    if process.exitcode == EXIT_INTERRUPTED:
+        return Interrupted(EXIT_INTERRUPTED)
+    killed = "a killed one, perhaps for lack of memory: lower --parallel; the same command resumes"
+    return ChildProcessError(f"the process of {name} must not be killed before its end, got {killed}")
 
 
 def result_of(handle: Handle) -> Any:
@@ -227,7 +170,7 @@ def run_in_job(call: Callable[[], Any]) -> Any:
         return call()
     except Exception as error:
         trace = traceback.format_exc()
-        if not is_mistake(error):
+        if not isinstance(error, IN_ONE_LINE):
             return Failure(RuntimeError(trace))
         with suppress(Exception):
             return pickle.loads(pickle.dumps(Failure(error, trace)))

@@ -98,6 +98,9 @@ class Job:
     run: Run
     measures: Sequence[Measure] = ()
 
+    def __str__(self) -> str:
+        return str(self.run)
+
 
 @dataclass
 class Trained:

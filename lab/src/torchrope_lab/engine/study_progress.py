@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from torchrope_lab.engine.runs import Run
 
 
+LONG = 600.0
+"""Seconds above which a hint says what takes less."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """The work of a study, in forward passes of one example; a training step of an example is three."""
@@ -65,6 +69,8 @@ class StudyProgress(AbstractContextManager):
         if first and not self.display.is_bar:
             title = f"{self.ended} of {self.total} runs done"
             self.display.line(f"{title}: {{}} {reached}", run.encoding, seconds=self.seconds_left())
+        if first and (self.seconds_left() or 0) > LONG:
+            self.display.line("less takes less time: fewer --encodings, --seeds or --epochs, or a larger patch")
 
     def follow(self, run: "Run", curve: Sequence[Mapping[str, float]]) -> None:
         """Report the epochs that a run in another process has finished since the last call, from its curve."""

@@ -10,14 +10,12 @@ from torchrope_lab.data.build import make_data
 from torchrope_lab.data.data_config import DataConfig
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import load_modules
-from torchrope_lab.engine.executors import Handle, Item, LocalExecutor, Postponed, run_all, run_in_job
+from torchrope_lab.engine.executors import Item, Processes, run_all, run_in_job
 from torchrope_lab.engine.runs import Job, Run, Store
 from torchrope_lab.engine.slurm import slurm_executor
 from torchrope_lab.engine.study_progress import StudyProgress
 from torchrope_lab.settings.study_config import LabConfig, parse_slurm
 from torchrope_lab.training.signals import interrupted_by_signals, raise_if_interrupted
-
-_POLL_SECONDS = 1.0
 
 _CACHED_DATA: list[DataModule] = []
 """The data that this process read last, for the next job: those of a run, and others that it is measured on."""
@@ -36,21 +34,18 @@ def run_calls(
         on_result(item, result)
         raise_if_interrupted()
 
-    collect = partial(run_all, on_result=keep, on_poll=on_poll)
-    handles: dict[Handle, Item]
     with interrupted_by_signals():
         if config.slurm is not None:
             logs = Path(config.out) / "runs" / ".jobs"
             executor = slurm_executor(logs, parse_slurm(config.slurm), config.parallel)
             jobs = executor.map_array(run_in_job, [call for _, call in calls])
-            collect(dict(zip(jobs, (item for item, _ in calls), strict=True)), wait=partial(time.sleep, _POLL_SECONDS))
+            run_all(dict(zip(jobs, (item for item, _ in calls), strict=True)), keep, on_poll)
         elif not here(config):
-            with LocalExecutor(min(config.parallel or 1, len(calls))) as local:
-                handles = {local.submit(call): item for item, call in calls}
-                collect(handles, wait=partial(local.wait, _POLL_SECONDS))
+            with Processes(min(config.parallel or 1, len(calls)) or 1) as processes:
+                run_all({processes.submit(call, str(item)): item for item, call in calls}, keep, on_poll)
         else:
-            handles = {Postponed(call): item for item, call in calls}
-            collect(handles, wait=lambda: None)
+            for item, call in calls:
+                keep(item, call())
 
 
 def run_jobs(

@@ -7,8 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrope_lab.mistakes import Mistake
-
 Record = dict[str, Any]
 
 THRESHOLDS = np.linspace(0.5, 0.95, 10)  # of IoU
@@ -35,8 +33,6 @@ def match(predicted: Sequence[Mapping[str, Tensor]], targets: Sequence[Mapping[s
         >>> match([{**target, "scores": torch.tensor([0.5])}], [target])
         [{'classes': {'3': {'scores': [0.5], 'matched': [1023], 'ignored': [0], 'truths': 1}}}]
     """
-    if len(predicted) != len(targets):
-        raise Mistake(f"predictions must be as many as targets, got {len(predicted)} and {len(targets)}")
     return [_match_image(*pair) for pair in zip(predicted, targets, strict=True)]
 
 
@@ -74,14 +70,9 @@ def average_precisions(records: Sequence[Record], weights: np.ndarray, *, iou: f
     Returns:
         `(draws,)`, from 0 to 1, the mean over classes with objects; nan if there are no objects.
 
-    Raises:
-        ValueError: the number of weights differs from that of images, or `iou` is not one of `THRESHOLDS`.
-
     References:
         Lin et al., Microsoft COCO, and `COCOeval.accumulate` of its code.
     """
-    if weights.ndim != 2 or weights.shape[1] != len(records):
-        raise Mistake(f"weights must be one for each of {len(records)} images, got {weights.shape[1:]}")
     rows = list(range(len(THRESHOLDS))) if iou is None else _row(iou)
     labels = sorted({label for record in records for label in record["classes"]})
     if not labels:
@@ -128,8 +119,6 @@ def _mean_precision(true_positives: np.ndarray, detections: np.ndarray, truths: 
 
 def _row(iou: float) -> list[int]:
     rows = np.flatnonzero(np.isclose(THRESHOLDS, iou))
-    if not len(rows):
-        raise Mistake(f"iou must be one of {', '.join(f'{each:.2f}' for each in THRESHOLDS)}, got {iou}")
     return [int(rows[0])]
 
 

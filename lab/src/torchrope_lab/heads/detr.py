@@ -69,8 +69,7 @@ class DINO(DenseModel):
         score_threshold: Smallest score of a detection; with 0 there are always the best 100.
 
     Raises:
-        ValueError: channels do not fit, denoising_queries below 0, label_noise below 0 or above 2, box_noise not above
-            0.
+        ValueError: channels do not fit.
 
     References:
         Zhang et al., DINO: DETR with Improved DeNoising Anchor Boxes for End-to-End Object Detection, arXiv:2203.03605,
@@ -110,12 +109,6 @@ class DINO(DenseModel):
         super().__init__(backbone, classes)
         if channels < 64 or channels % 32:  # group norms of 32 groups need two values each, even for a map of one cell
             raise Mistake(f"channels must be 64 or more and divisible by 32, got {channels}")
-        if denoising_queries < 0:
-            raise Mistake(f"denoising_queries must be 0 or more, got {denoising_queries}")
-        if not 0 <= label_noise <= 2:
-            raise Mistake(f"label_noise must be at least 0 and at most 2, got {label_noise}")
-        if not box_noise > 0:
-            raise Mistake(f"box_noise must be above 0, got {box_noise}")
         self.queries = queries
         self.noise = {
             "num_denoising_queries": denoising_queries,

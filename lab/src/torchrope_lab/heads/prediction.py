@@ -27,16 +27,11 @@ class SlidingWindows:
         crop: Pixels of a window along each axis.
         stride: Pixels from one window to the next; the last window ends at the edge of the image.
 
-    Raises:
-        ValueError: the stride is below 1 or above `crop`.
-
     References:
         mmsegmentation's "slide" inference, with crop 512 and stride 341 for ADE20K at 512x512.
     """
 
     def __init__(self, model: Any, *, crop: int = 512, stride: int = 341) -> None:
-        if not 1 <= stride <= crop:
-            raise Mistake(f"stride must be between 1 and crop = {crop}, got {stride}")
         self.model = model
         self.crop = crop
         self.stride = stride
@@ -72,8 +67,6 @@ class MultiScale:
     def __init__(
         self, model: Any, *, scales: Sequence[float] = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75), flip: bool = True
     ) -> None:
-        if not scales or min(scales) <= 0:
-            raise Mistake(f"scales must be one or more factors above 0, got {tuple(scales)}")
         self.model = model
         self.scales = tuple(scales)
         self.flip = flip
@@ -125,11 +118,9 @@ def per_image_counts(prediction: Tensor, map: Tensor, classes: int) -> Tensor:
         truth is. The counts of a data set are the sums over its images.
 
     Raises:
-        ValueError: prediction and map differ in size, or the map holds values that are no classes.
+        ValueError: the map holds values that are no classes.
     """
     predicted = prediction.argmax(dim=0) if prediction.ndim == 3 else prediction
-    if predicted.shape != map.shape:
-        raise Mistake(f"a prediction must have its map's size {tuple(map.shape)}, got {tuple(predicted.shape)}")
     labelled = map != IGNORED
     predicted, true = predicted[labelled].long(), map[labelled].long()
     if true.numel() and not 0 <= int(true.min()) <= int(true.max()) < classes:

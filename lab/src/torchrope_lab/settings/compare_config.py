@@ -1,7 +1,7 @@
 """Settings of `torchrope compare`. Does not import torch."""
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from torchrope_lab.mistakes import Mistake
 from torchrope_lab.schema import DISTINCT, OpenUnit, PositiveFloat
@@ -16,13 +16,18 @@ class CompareConfig(LabConfig):
     """Settings of a comparison, which trains the same model once per encoding and seed.
 
     Attributes:
-        encodings: Names, see `torchrope.encodings.parse_encoding`. The default list has sinusoidal instead of learned
-            for data without a lattice.
+        encodings: Names as in learned,mixed,liere:8. The default list has sinusoidal instead of learned for data
+            without a lattice.
         scales: Input sizes to evaluate at, as multiples of the training size.
         margin: Accuracy differences up to this fraction count as irrelevant; 0.01 is one percentage point.
         out: Output folder; studies share its runs.
     """
 
+    not_options: ClassVar[tuple[str, ...]] = (  # of segmentation, detection and pretrained weights, or set by studies
+        *(f"model.{name}" for name in ("head", "head_channels", "head_dropout", "num_queries", "global_layers")),
+        *("model.depths", "model.stage_heads"),
+        *("optim.backbone_lr", "optim.layer_decay", "data.fold"),
+    )
     encodings: Annotated[list[str], DISTINCT] = field(default_factory=lambda: list(ENCODINGS))
     scales: list[PositiveFloat] = field(default_factory=lambda: list(SCALES))
     margin: OpenUnit = 0.01

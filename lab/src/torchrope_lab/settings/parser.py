@@ -6,6 +6,7 @@ An error is one line that names a setting as the user wrote it: `--epochs`, or `
 import argparse
 import json
 import re
+import textwrap
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -23,12 +24,13 @@ from torchrope_lab.settings.run_config import flat
 
 SHORT = {"--data": "data.name", "--epochs": "optim.epochs", "--folds": "data.folds"}
 _PRINT = "--print_config"
+WIDTH = 120
+"""Columns of the help."""
 _COMMON = re.compile(
-    r"encodings?|seeds?|parallel|out|reference|checkpoint"
-    r"|data(\.(root|labels|windows|problem|size|batch_size|folds))?"
+    r"encodings?|seeds?|parallel|out|reference|checkpoint|data\.(name|root|labels?|example|windows|size|batch_size|folds)"
     r"|optim\.(epochs|lr)|model\.(size|head|patch_size)|trainer\.devices"
 )
-"""Settings that --help shows; `--help all` shows all."""
+"""Settings that --help shows, each in one line where it fits; `--help all` shows all."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +69,21 @@ class ShowHelp(argparse._HelpAction):
         super().__init__(**{**others, "dest": argparse.SUPPRESS})
         self.settings = {f.name for f in fields(settings)} if is_dataclass(settings) else set()
         self.nargs, self.metavar = "?", "SECTION"
-        self.help = "show this help and exit; all: with all options, or those of one group"
+        self.help = "Show this help and exit; all: with all options, or those of one group"
 
     def __call__(self, parser: Any, namespace: Any, section: Any, option: str | None = None) -> None:
         """Print the help without the options that a section does not have, and exit."""
-        groups = sorted({action.dest.partition(".")[0] for action in parser._actions if "." in action.dest})
+        groups = _groups(parser)
         if section not in (None, "all", *groups):
             raise Mistake(f"--help takes {', '.join(['all', *groups])} or nothing, got {section!r}")
+        typed = list(parser._option_string_actions.items())
         for action in parser._actions:
-            if section is None:
+            positional = not action.option_strings
+            forms = [option for option, named in typed if named is action and not option.endswith("+")]
+            action.option_strings = sorted(forms, key=len)
+            if not forms:  # positional, or only in files
+                shown = positional
+            elif section is None:
                 special = action.dest.partition(".")[0] in {*self.settings, *groups} or _PRINT in action.option_strings
                 shown = not special or _COMMON.fullmatch(action.dest) is not None
             else:
@@ -84,10 +92,44 @@ class ShowHelp(argparse._HelpAction):
                 action.help = argparse.SUPPRESS
             if hasattr(action, "_typehint"):
                 action.type = None  # shows the type hint
-        if section is None and groups:
-            parser.epilog = f"All options: {parser.prog} --help all; of one group: --help {', '.join(groups)}."
+        if section is None:
+            parser.formatter_class = _Short
+            parser._optionals._group_actions = [action for action in parser._actions if action.option_strings]
+            parser._action_groups = [parser._positionals, parser._optionals]
+            if groups:
+                parser.epilog = f"All options: {parser.prog} --help all; of one group: --help {', '.join(groups)}."
         parser.print_help()
         parser.exit()
+
+
+class _Short(argparse.RawDescriptionHelpFormatter):
+    """Prints the first form, the first sentence and the default of every option."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=WIDTH)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = (action.help or "").partition(". ")[0].rstrip(".")
+        known = action.option_strings and action.default != argparse.SUPPRESS and action.default not in ([], None)
+        return f"{text} ({_as_typed(action.default)})" if known and action.default is not False else text
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        return super()._format_action_invocation(action).partition(", ")[0]
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return action.dest.rpartition(".")[2].upper()
+
+
+def _as_typed(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _groups(parser: Any) -> list[str]:
+    """Return the names of groups of settings."""
+    return sorted({action.dest.partition(".")[0] for action in parser._actions if "." in action.dest})
 
 
 def accept_short_forms(parser: Any) -> dict[str, Any]:
@@ -95,21 +137,18 @@ def accept_short_forms(parser: Any) -> dict[str, Any]:
     # `schema.convert` checks rules, which jsonargparse does not know.
     kinds: dict[str, Any] = {}
     for action in parser._actions:
-        action.option_strings = [option for option in action.option_strings if not option.endswith("+")]  # in the help
         short = [option for option, setting in SHORT.items() if setting == action.dest]
         parser._option_string_actions |= dict.fromkeys(short, action)
-        if action.dest in ("optim.epochs", "data.folds"):
-            action.option_strings = [*short, *action.option_strings]
-        elif action.dest == "data":
+        if action.dest == "data.name":
             action.metavar = "NAME"
-            action.help = f"{', '.join(DATA_NAMES)}, hf:NAME, webdataset:FOLDER, or mypackage.module:source."
+            action.help = f"{', '.join(DATA_NAMES)}, hf:NAME, webdataset:FOLDER, or mypackage.module:source"
         if not hasattr(action, "_typehint") or action.dest.startswith("trainer."):
             continue
         kinds[action.dest] = action._typehint
         action._typehint = kind = without_rules(action._typehint)
         if _is_list(kind):
             parser._option_string_actions[f"--{action.dest}+"] = action  # jsonargparse does not see lists with rules
-            action.metavar = action.metavar or "[ITEM,...]"
+            action.metavar = action.metavar or "A,B"
             action.type = partial(_list_as_json, kind)
     return kinds
 
@@ -139,7 +178,8 @@ def explain(
 ) -> str:
     """Rewrite an error of argparse or jsonargparse as rule and value, in one line."""
     if unknown := re.match(r"unrecognized arguments: (\S+)", message):
-        return f"unrecognized arguments: {unknown[1]!r} (options begin with --); usage: {parser.usage}"
+        rules = "options begin with --, lists are written as a,b"
+        return f"unrecognized arguments: {unknown[1]!r} ({rules}); usage: {parser.usage}"
     if option := re.match(r"argument (-[\w.\-]+)\S*: (.*)", message):
         name = given.get(parser._option_string_actions[option[1]].dest, Given(option[1], None)).name
         reason = option[2].replace("expected one argument", "requires a value")
@@ -254,9 +294,13 @@ def parse(
     if add is not None:
         add(parser)
     kinds = accept_short_forms(parser)
+    only_in_files = {*_groups(parser), "data.augment", *getattr(config, "not_options", ())}
+    parser._option_string_actions = {
+        option: action for option, action in parser._option_string_actions.items() if action.dest not in only_in_files
+    }
     defaults = _defaults(recipe, {action.dest for action in parser._actions}, given)
     everything = {name: Given(f"{name} in recipe {source}", value) for name, value in defaults.items()} | given
-    _check(everything, parser)
+    _check(everything, parser, getattr(config, "not_options", ()))
     parser.set_defaults(defaults)
     try:
         options = parser.parse_args(list(arguments))
@@ -288,6 +332,9 @@ def _parser(command: str, description: str, usage: str, config: type) -> Any:
     class Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
         """Prints types and defaults with every option, and paragraphs unchanged."""
 
+        def __init__(self, prog: str) -> None:
+            super().__init__(prog, width=WIDTH)
+
         def _expand_help(self, action: argparse.Action) -> str:
             return super()._expand_help(action).replace("<class 'Path'>", "path")
 
@@ -304,7 +351,7 @@ def _parser(command: str, description: str, usage: str, config: type) -> Any:
     )
     parser._negative_number_matcher = _NEGATIVE
     parser.add_argument("-h", "--help", action=ShowHelp, settings=config)
-    parser.add_argument("--debug", action=ReadBefore, help="show the traceback of any error")
+    parser.add_argument("--debug", action=ReadBefore, help="Show the traceback of any error.")
     return parser
 
 
@@ -318,19 +365,12 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 
 def given_settings(arguments: Sequence[str], config: type) -> dict[str, Given]:
     """Return the settings of the command line and its files by full name; the last one counts."""
-    kinds = get_type_hints(config) if is_dataclass(config) else {}
-    groups = [name for name, kind in kinds.items() if is_dataclass(kind)]
     given: dict[str, Given] = {}
     for option, value in _pairs(arguments):
         name = setting_of(option)
         given[name] = Given(option, value)
-        if (
-            value is not None
-            and groups
-            and (name == "config" or (name in groups and not value.lstrip().startswith("{")))
-        ):
-            above = "" if name == "config" else f"{name}."
-            stored = flat(read_mapping(Path(value), option), above)
+        if name == "config" and value is not None and is_dataclass(config):
+            stored = flat(read_mapping(Path(value), option))
             given |= {key: Given(f"{key} in {value}", each) for key, each in stored.items()}
     recipe, names = given.get("recipe"), recipes.names()
     if recipe is not None and recipe.value not in (None, *names):
@@ -350,9 +390,9 @@ def _data_settings(name: str, given: Given, allow: Sequence[str]) -> type[DataCo
 
 def _add_settings(parser: Any, config: type, data: type[DataConfig]) -> None:
     """Add the options of a dataclass, with those of a data set for its field `data`."""
-    parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
-    parser.add_argument("--recipe", type=str, default=None, help="settings by name, see torchrope recipes")
-    allowed = "modules and packages from which classes, encodings and data that files name may be imported"
+    parser.add_argument("--config", action="config", help="YAML file with any of the settings below.")
+    parser.add_argument("--recipe", type=str, default=None, help="Settings by name, see torchrope recipes.")
+    allowed = "Modules and packages from which classes, encodings and data that files name may be imported."
     parser.add_argument("--allow", action=ReadBefore, nargs=None, metavar="A,B", help=allowed)
     parser.add_class_arguments(data, "data")
     parser.groups["data"].title = f"Data: {parser.groups['data'].title}"
@@ -367,13 +407,15 @@ def _defaults(recipe: dict[str, Any], known: set[str], given: dict[str, Given]) 
     return {name: value for name, value in settings.items() if not (sized and name in _SIZES)}
 
 
-def _check(given: dict[str, Given], parser: Any) -> None:
+def _check(given: dict[str, Given], parser: Any, not_options: Sequence[str]) -> None:
     """Raise ValueError for options and settings that the command does not have."""
     options, settings = parser._option_string_actions, {action.dest for action in parser._actions}
     groups = {name.rpartition(".")[0] for name in settings if not name.endswith(".help")}
     for name, each in given.items():
         above = [name.rsplit(".", count)[0] for count in range(1, name.count("."))]
         known = each.name in options if each.typed else name in settings
+        if each.typed and name in not_options:
+            raise Mistake(f"{each.name} is an option of train and study, not of compare")
         if not known and not any(part in settings and part.startswith("trainer.") for part in above):
             raise Mistake(_unknown(name, given, parser))
         if name in groups and not each.typed:

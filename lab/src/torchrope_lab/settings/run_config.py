@@ -14,7 +14,6 @@ from torchrope_lab.schema import (
     NOT_EMPTY,
     Fraction,
     NonNegativeFloat,
-    NonNegativeInt,
     OpenUnit,
     PositiveFloat,
     PositiveInt,
@@ -39,9 +38,9 @@ TASKS: dict[str, str] = {
 _READ_BY = {
     **dict.fromkeys(("depth", "num_heads", "mlp_dim"), ("vit", "transformer")),
     **dict.fromkeys(("layer_scale", "share_layers", "norm_eps", "activation"), ("vit", "transformer")),
-    **dict.fromkeys(("num_registers", "jitter", "unit_mm", "weight_init", "embedding_norm"), ("vit",)),
+    **dict.fromkeys(("jitter", "unit_mm", "weight_init", "embedding_norm"), ("vit",)),
     **dict.fromkeys(("depths", "stage_heads"), ("swin",)),
-    **dict.fromkeys(("patch_size", "spacing", "origin", "input_size", "drop_path_schedule"), ("vit", "swin")),
+    **dict.fromkeys(("patch_size", "spacing", "input_size", "drop_path_schedule"), ("vit", "swin")),
     **dict.fromkeys(("attention",), ("transformer",)),
 }
 """Settings that only some backbones have, and those backbones."""
@@ -55,8 +54,8 @@ class ModelConfig(Settings):
         backbone: "vit" or "swin"; "transformer" for tokens at any positions ("points").
         head: Head on the backbone: "classify"; "upernet" or "mask2former" for semantic segmentation; "dino" for object
             detection.
-        size: "tiny" to "large": sizes of DeiT ("tiny": LieRE) or Swin; dim, depth, num_heads and mlp_dim override
-            values.
+        size: "tiny" to "large": sizes of DeiT ("tiny": LieRE) or Swin. dim, depth, num_heads and mlp_dim override
+            its values.
         dim: Channels of a token.
         depth: Number of layers.
         num_heads: Attention heads.
@@ -73,10 +72,8 @@ class ModelConfig(Settings):
         num_queries: Object queries of "mask2former" and "dino"; by default those of the head.
         pool: "cls" classifies a class token at the origin, "mean" the mean of the patches; Swin and Transformer always
             use the mean.
-        num_registers: Extra tokens without a position (registers).
         qkv_bias: Whether queries, keys and values have a bias.
         dropout: Dropout probability after the embedding, the attention projection and in the MLP.
-        attention_dropout: Probability of dropping an attention weight.
         drop_path: Stochastic depth: probability of skipping a residual branch, with the schedule "linear" that of the
             last layer.
         drop_path_schedule: Probabilities of the layers: "linear" from 0 in the first to drop_path in the last
@@ -89,20 +86,17 @@ class ModelConfig(Settings):
             0.02 as in DeiT, or "torch" as in LieRE: PyTorch's for linear layers, N(0, 1) for tokens and learned table.
         share_layers: Use one encoding for all layers.
         share_heads: Use one set of generators for all heads.
-        encoding_scale: Factor on the initial generators of a rotary encoding; for encodings with a random
-            initialisation.
         rotary_dim: Channels of a head to rotate if the encoding does not fit the head, such as 60 of 64 with three
             axes; encodings that fit the head rotate all of it.
         spacing: Distance between the positions of patches, one number or one per axis; by default the convention
             of each encoding's paper.
-        origin: Position of the first patch, one number or one per axis; by default the convention of the paper.
         input_size: Input size that defines the unit of position, instead of the data's. Set it to the first stage's
             size for fine-tuning at a larger size: positions then extend beyond the range of the first stage.
         jitter: Standard deviation of random position shifts in training, in units of half the patch spacing, clipped to
             the patch (ComRoPE's perturbation intensity); none along time. "learned-jittered" samples its table at
             positions shifted in the same way, with deviation 1 if this is 0.
         unit_mm: Place the patches of each volume by its own voxel spacing in mm, instead of on one lattice for all, at
-            origin + spacing · index · patch · voxel / unit_mm: if patches are unit_mm apart, positions equal those of a
+            spacing · index · patch · voxel / unit_mm: if patches are unit_mm apart, positions equal those of a
             model without this setting.
         attention: Attention of a Transformer: "softmax", or "linear" (RoFormer, section 3.3), at a cost linear in the
             number of tokens.
@@ -126,10 +120,8 @@ class ModelConfig(Settings):
     head_dropout: Probability = 0.0
     num_queries: PositiveInt | None = None
     pool: Literal["cls", "mean"] = "cls"
-    num_registers: NonNegativeInt = 0
     qkv_bias: bool = True
     dropout: Probability = 0.0
-    attention_dropout: Probability = 0.0
     drop_path: Probability = 0.0
     drop_path_schedule: Literal["linear", "constant"] = "linear"
     layer_scale: float | None = None
@@ -139,10 +131,8 @@ class ModelConfig(Settings):
     weight_init: Literal["xavier", "truncated-normal", "torch"] = "xavier"
     share_layers: bool = False
     share_heads: bool = False
-    encoding_scale: PositiveFloat = 1.0
     rotary_dim: PositiveInt | None = None
     spacing: list[float] | None = None
-    origin: list[float] | None = None
     input_size: list[int] | None = None
     jitter: NonNegativeFloat = 0.0
     unit_mm: PositiveFloat | None = None
@@ -160,9 +150,6 @@ class ModelConfig(Settings):
             if getattr(self, one.name) != default and self.backbone not in readers:
                 rule = f"{one.name} is a setting of backbone {' and '.join(readers)} only"
                 raise Mistake(f"{rule}, got {getattr(self, one.name)}")
-        if self.attention == "linear" and self.attention_dropout:
-            rule = "attention_dropout is for softmax attention only"
-            raise Mistake(f"{rule}, got {self.attention_dropout} with attention linear")
 
     def _check_head(self) -> None:
         """Raise ValueError for settings that the head does not have."""
@@ -209,7 +196,6 @@ class OptimConfig(Settings):
         weight_decay: Weight decay of matrices; norms and biases have none.
         decay_encodings: Whether weight decay applies to encodings, class token and registers too, as in the Trainer of
             transformers (ComRoPE).
-        betas: Decay rates of Adam's averages of gradients and of their squares.
         eps: Added to the root of the average square of a gradient; by default 1e-8, for "lamb" timm's 1e-6.
         warmup_epochs: Epochs of linear warm-up, at most half of all.
         clip: Maximum gradient norm; 0 disables clipping.
@@ -226,8 +212,6 @@ class OptimConfig(Settings):
         backbone_lr: Factor on the learning rate of the backbone of a model for segmentation or detection.
         encoding_lr: Factor on the learning rate of the generators of rotary encodings, and of score biases; 0 keeps
             their initial values.
-        commutator: Weight of a penalty on generators that do not commute, added to the loss: the mean over encodings,
-            heads, blocks and pairs of axes of ‖AB − BA‖² / (‖A‖² ‖B‖²). Between LieRE (0) and ComRoPE (commuting).
         ema_decay: Decay of an exponential moving average (EMA) of the weights, which is evaluated and saved as the
             model; by default no EMA.
         effective_batch: Examples of one optimiser step over all devices, by gradient accumulation. By default one batch
@@ -242,7 +226,6 @@ class OptimConfig(Settings):
     lr: PositiveFloat = 2e-3
     weight_decay: NonNegativeFloat = 0.05
     decay_encodings: bool = False
-    betas: tuple[float, float] = (0.9, 0.999)
     eps: PositiveFloat | None = None
     warmup_epochs: NonNegativeFloat = 2.0
     clip: NonNegativeFloat = 1.0
@@ -256,7 +239,6 @@ class OptimConfig(Settings):
     milestones: list[float] = field(default_factory=list)
     backbone_lr: NonNegativeFloat = 1.0
     encoding_lr: NonNegativeFloat = 1.0
-    commutator: NonNegativeFloat = 0.0
     ema_decay: OpenUnit | None = None
     effective_batch: PositiveInt | None = None
     train_sizes: Annotated[list[PositiveInt], DISTINCT] = field(default_factory=list)
@@ -284,28 +266,23 @@ class ExecutionConfig(Settings):
         checkpoint_every: Optimiser steps between checkpoints within an epoch; by default there is one at the end of
             every epoch.
         on_nan: Action if the loss or a gradient is not finite, or the loss diverges: "stop" raises an error that
-            names the step and the last good checkpoint; "skip" skips the step and counts it; "ignore" continues.
-        divergence_factor: For classification, a loss above this multiple of log(classes), the loss of a uniform
-            prediction, counts as diverged; for segmentation and detection only non-finite values do.
+            names the step and the last good checkpoint; "skip" skips the step and counts it; "ignore" continues. A
+            loss of a classifier diverges above 10 times log(classes), the loss of a uniform prediction.
         logs: Loggers of settings and metrics: "csv", "tensorboard", "wandb", "mlflow".
-        peak_tflops: Peak of one device at this precision, in 10¹² operations per second; if given, model FLOP
-            utilisation is logged.
     """
 
     precision: Literal["float32", "bf16"] = "float32"
     compile: bool = False
     checkpoint_every: PositiveInt | None = None
     on_nan: Literal["stop", "skip", "ignore"] = "stop"
-    divergence_factor: PositiveFloat = 10.0
     logs: list[Literal["csv", "tensorboard", "wandb", "mlflow"]] = field(default_factory=list)
-    peak_tflops: PositiveFloat | None = None
 
 
 PLACES = ("data.root", "data.labels")
 """Settings that say where the data is; examples elsewhere must be the same."""
 MAY_CHANGE = (
-    *(f"run.{name}" for name in ("compile", "checkpoint_every", "on_nan", "divergence_factor", "logs", "peak_tflops")),
-    *(f"data.{name}" for name in ("workers", "prefetch", "cache_gib", "max_skipped")),
+    *(f"run.{name}" for name in ("compile", "checkpoint_every", "on_nan", "logs")),
+    *(f"data.{name}" for name in ("workers", "cache_gib", "max_skipped")),
     "model.checkpoint_layers",
     *PLACES,
 )

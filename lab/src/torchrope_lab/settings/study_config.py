@@ -49,10 +49,10 @@ class LabConfig(Settings):
         run: Precision, checkpoints and logs of runs; on_nan is "ignore" because divergence of an encoding is a
             result.
         encodings: Names as in learned,mixed,liere:8 (README, "The encodings"); default: the study's list.
-        seeds: Number of seeds 0, 1, ... per encoding and setting; with fewer than three, conclusions are about the
+        seeds: Number of seeds per encoding and setting, from 0. With fewer than three, conclusions are about the
             trained models, not about encodings.
-        parallel: Runs that train at the same time, each on one device or on its share of the CPU cores, or as a job of
-            slurm; by default one, or all jobs.
+        parallel: Runs that train at the same time, each on one device or its share of the CPU cores. By default one. As
+            Slurm jobs by default all.
         slurm: Train as Slurm jobs, with options of sbatch as in partition=gpu,time=240 (time in minutes).
         out: Output folder; studies share the runs in it.
     """

@@ -1,17 +1,9 @@
-"""Learned generators of rotary encodings during training: size, distance from commuting, and a penalty on it."""
+"""Learned generators of rotary encodings during training: size, and distance from commuting."""
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchrope.encodings import Encoding, commutator_ratio
-
-
-def commutator_penalty(model: nn.Module) -> Tensor:
-    """Compute the mean of  ‖AB - BA‖² / (‖A‖² ‖B‖²)  over encodings, pairs of axes, heads and blocks."""
-    # Encodings that commute by construction are not counted; without others it is 0.
-    free = [encoding for encoding in _learned(model) if not encoding.relative]
-    ratios = [commutator_ratio(encoding.generators()).square().mean() for encoding in free]
-    return torch.stack(ratios).mean() if ratios else torch.zeros(())
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+import torch
 from lightning_fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
 from torchrope_lab.mistakes import Mistake
@@ -38,3 +39,18 @@ def accumulation_steps(config: RunConfig, devices: int) -> int:
         what = f"batch_size · devices = {config.data.batch_size} · {devices}"
         raise Mistake(f"effective_batch must be a multiple of {what}, got {effective}")
     return effective // batch
+
+
+def slow_without_gpu(config: Any) -> str:
+    """Return the options with which a recipe for GPUs is less slow without one; "" for other settings."""
+    if torch.cuda.is_available() or not (config.run.compile or config.run.precision == "bf16"):
+        return ""
+    cores = os.cpu_count() or 1
+    options = {
+        "--run.compile false": config.run.compile,
+        "--run.precision float32": config.run.precision == "bf16",
+        f"--data.workers {cores}": config.data.workers > cores,
+        "--data.batch_size 64": config.data.batch_size > 64,
+        "--optim.effective_batch 64": (config.optim.effective_batch or 0) > 64,
+    }
+    return f"this machine has no GPU; less slow: {' '.join(option for option, slow in options.items() if slow)}"

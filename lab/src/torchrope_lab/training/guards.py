@@ -14,6 +14,8 @@ from torchrope_lab.mistakes import Mistake
 from torchrope_lab.training.checkpoints import newest
 from torchrope_lab.training.history import Summed, of_all_processes
 
+DIVERGED = 10.0
+"""A loss above this multiple of that of a uniform prediction has diverged."""
 MAX_NAMES = 8
 """Largest number of examples that an error names."""
 

@@ -3,7 +3,7 @@
 import io
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from csv import DictWriter
 from pathlib import Path
 from typing import Any
@@ -114,10 +114,7 @@ class History(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the rows, and the loss sums and seconds of the unfinished epoch."""
-        rows = state_dict["rows"]
-        if not all({"epoch", "seconds"} <= set(row) and _are_numbers(row.values()) for row in rows):
-            raise TypeError(f"a learning curve must contain numbers with epoch and seconds, got {rows!r:.60}")
-        self.rows = list(rows)
+        self.rows = list(state_dict["rows"])
         self.spent = float(state_dict.get("seconds", 0.0))
         self.sums = [{name: float(sums[name]) for name in _SUMS} for sums in state_dict.get("sums", [])]
 
@@ -159,10 +156,6 @@ class Summed:
         elif self.sum is not None:
             self.sum.wait()
         return self.values.tolist()
-
-
-def _are_numbers(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, int | float) for value in values)
 
 
 def _generators() -> dict[str, Any]:

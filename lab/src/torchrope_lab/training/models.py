@@ -2,6 +2,8 @@
 
 import inspect
 import itertools
+import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,6 +21,11 @@ from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.mistakes import Mistake, as_mistake
 from torchrope_lab.settings.run_config import TASKS, ModelConfig
+
+MANY_TOKENS = 256
+"""Tokens of an example above which patches of 1 are probably not meant."""
+
+logger = logging.getLogger(__name__)
 
 
 class TokenClassifier(Transformer):
@@ -78,6 +85,11 @@ def check_patches(config: ModelConfig, data: DataModule) -> None:
     if config.task == "classify" and not fits:
         rule, received = "input sizes must be multiples of --model.patch_size", ", ".join(map(str, sizes))
         raise Mistake(f"{rule} {', '.join(map(str, patch))}, got {received} ({', '.join(data.axes)} of {data.name})")
+    if max(patch) == 1 and (tokens := math.prod(sizes)) > MANY_TOKENS:
+        divisors = (side for side in range(2, min(sizes) + 1) if not any(size % side for size in sizes))
+        fewer = next((side for side in divisors if tokens <= MANY_TOKENS * side ** len(sizes)), max(sizes))
+        rule = f"patches of 1 give {tokens} tokens, which train slowly"
+        logger.warning("%s; --model.patch_size %d gives %d", rule, fewer, tokens // fewer ** len(sizes))
 
 
 def build_vit(encoding: str, config: ModelConfig, data: DataModule) -> ViT:
@@ -105,7 +117,7 @@ def build_swin(encoding: str, config: ModelConfig, data: DataModule) -> Swin:
         in_channels=data.in_channels,
         num_outputs=data.num_classes,
         encoding=replace(choice, rotary=_rotary(choice, config), absolute=_absolute(choice, config, data)),
-        positions=Lattice(_one_or_all(config.spacing), _one_or_all(config.origin)),
+        positions=Lattice(_one_or_all(config.spacing)),
         **arguments,
     )
 
@@ -150,7 +162,7 @@ def build_for_costs(encoding: str, config: ModelConfig, data: DataModule) -> nn.
 
 def _positions(build: Callable[[], ViT], config: ModelConfig, data: DataModule) -> Lattice:
     """Return the positions of patches: on one lattice for all samples, jittered in training, or in mm."""
-    lattice = Lattice(_one_or_all(config.spacing), _one_or_all(config.origin))
+    lattice = Lattice(_one_or_all(config.spacing))
     if config.unit_mm is not None:
         return replace(lattice, unit=config.unit_mm, patch_size=_one_or_all(config.patch_size))
     if not config.jitter:
@@ -173,19 +185,12 @@ def _rotary(choice: Choice, config: ModelConfig) -> Any:
     if config.share_heads and issubclass(built_class(build) or Encoding, FixedFrequencies | NoEncoding):
         build = partial(_build_for_one_head, build)
     elif config.share_heads:
-        build = _with(build, choice, "share_heads", shared_heads=True)
-    if config.encoding_scale != 1:
-        build = _with(build, choice, "encoding_scale", init_scale=config.encoding_scale)
+        if not takes(build, "shared_heads"):
+            raise Mistake(f"share_heads is for encodings that take shared_heads, got {choice.name}")
+        build = partial(build, shared_heads=True)
     if config.rotary_dim is not None and takes(build, "rotary_dim"):
         build = partial(_build_with_fallback, build, config.rotary_dim)
     return build
-
-
-def _with(build: Any, choice: Choice, setting: str, **argument: Any) -> Any:
-    (name,) = argument
-    if not takes(build, name):
-        raise Mistake(f"{setting} is for encodings that take {name}, got {choice.name}")
-    return partial(build, **argument)
 
 
 def _build_for_one_head(build: Any, **head: int) -> Encoding:

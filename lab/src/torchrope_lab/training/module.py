@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from torchrope_lab.settings.run_config import OptimConfig
-from torchrope_lab.training.commutators import commutator_penalty
 from torchrope_lab.training.optim import build_optimizer, build_schedule
 
 
@@ -51,13 +50,11 @@ class Module(pl.LightningModule):
         self.train_loss.update(self.batch_loss, examples)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients of the loss, and of the penalty on generators that do not commute."""
+        """Compute gradients of the loss."""
         # Those of the batches of an optimiser step add up to the gradients of the mean over its examples. Lightning
         # gives every batch the weight 1 / `accumulate_grad_batches`, also if the last step of an epoch has fewer or
         # smaller ones.
         accumulated = self.trainer.accumulate_grad_batches
-        if self.optim.commutator:
-            loss = loss + self.optim.commutator * commutator_penalty(self.model) / accumulated
         if accumulated > 1:
             loss = loss * (accumulated * self.batch_examples / examples_of_step(self.trainer))
         super().backward(loss, *args, **kwargs)

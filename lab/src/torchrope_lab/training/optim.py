@@ -29,7 +29,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     """Build the optimiser of a configuration, with the groups of `parameter_groups`."""
     groups = parameter_groups(model, config)
     eps = {} if config.eps is None else {"eps": config.eps}
-    return _OPTIMIZERS[config.optimizer](groups, lr=config.lr, betas=config.betas, **eps)
+    return _OPTIMIZERS[config.optimizer](groups, lr=config.lr, **eps)
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, total: int) -> LambdaLR:

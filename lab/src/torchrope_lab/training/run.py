@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,13 @@ from torchrope_lab.training.checkpoints import (
     read_weights,
 )
 from torchrope_lab.training.classifier import Classifier
-from torchrope_lab.training.cost import count_flops
 from torchrope_lab.training.dense_models import build_dense_module
 from torchrope_lab.training.devices import accumulation_steps, with_devices
-from torchrope_lab.training.guards import LossGuard
+from torchrope_lab.training.guards import DIVERGED, LossGuard
 from torchrope_lab.training.history import History, OnEpoch, SeedEpoch
 from torchrope_lab.training.initial import initialise
 from torchrope_lab.training.interruption import Interrupted, SaveOnSignal
-from torchrope_lab.training.models import build_for_costs, build_model
+from torchrope_lab.training.models import build_model
 from torchrope_lab.training.module import Module
 from torchrope_lab.training.signals import interrupted_by_signals
 from torchrope_lab.training.sizes import training_sizes
@@ -151,24 +149,20 @@ def callbacks(config: RunConfig, data: DataModule, folder: Path, chance_loss: fl
     execution = config.run
     configured: list[Callback] = [SaveOnSignal(folder), SaveCheckpoints(folder, execution.checkpoint_every)]
     if execution.on_nan != "ignore":
-        configured.append(LossGuard(folder, execution.divergence_factor * chance_loss, skip=execution.on_nan == "skip"))
+        configured.append(LossGuard(folder, DIVERGED * chance_loss, skip=execution.on_nan == "skip"))
     if execution.logs:
-        configured.append(_speed(config, data))
+        configured.append(Speed(_tokens(config, data)))
     if config.optim.ema_decay is not None:
         configured.append(AveragedWeights(config.optim.ema_decay))
     return configured
 
 
-def _speed(config: RunConfig, data: DataModule) -> Speed:
-    build = partial(build_model, config.encoding, config.model, data)
+def _tokens(config: RunConfig, data: DataModule) -> int | None:
+    """Return the tokens of an example; None where they depend on the sizes and the contents of images."""
     if config.model.task != "classify":
-        return Speed(None, None, None)  # tokens and FLOPs depend on the sizes and the contents of the images
-    shape = torch.Size([1, *data.example_shape])
-    for_costs = partial(build_for_costs, config.encoding, config.model, data)
-    flops = None if config.run.peak_tflops is None else count_flops(for_costs, shape)
+        return None
     with torch.device("meta"):
-        tokens = count_tokens(build(), data.input_size)
-    return Speed(tokens, flops, config.run.peak_tflops)
+        return count_tokens(build_model(config.encoding, config.model, data), data.input_size)
 
 
 def _out_of_memory(config: RunConfig, devices: int) -> str:
@@ -220,6 +214,8 @@ def load(
     # `crop_ratio` replaces the run's. `allow` names modules that may be imported for an encoding or data of users.
     trained = (folder / CHECKPOINT).exists() or (folder / WEIGHTS).exists()
     if not (folder / CONFIG).exists() or not trained:
+        if runs := sorted(path.parent for path in folder.glob(f"runs/*/{CONFIG}")):
+            raise Mistake(f"{folder} holds several runs; name one of them, as {runs[0]}")
         missing = WEIGHTS if (folder / CONFIG).exists() else CONFIG
         raise Mistake(
             f"a run's folder must contain {CONFIG} and {WEIGHTS} or {CHECKPOINT}, got {folder} without {missing}"

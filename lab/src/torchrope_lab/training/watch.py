@@ -45,15 +45,10 @@ def log_settings(loggers: Sequence[Logger], config: RunConfig, folder: Path) -> 
 
 
 class Speed(Callback):
-    """Log loss, learning rate and throughput: examples and tokens per second, and model FLOP utilisation."""
+    """Log loss, learning rate and throughput: examples and, if their number is known, tokens per second."""
 
-    # `tokens` and `flops` (of a forward pass) are of one example, `peak_tflops` of one device in 10¹² operations per
-    # second; None if unknown.
-
-    def __init__(self, tokens: int | None, flops: int | None, peak_tflops: float | None) -> None:
-        self.tokens = tokens
-        self.flops = flops
-        self.peak_tflops = peak_tflops
+    def __init__(self, tokens: int | None) -> None:
+        self.tokens = tokens  # of one example
         self.examples = 0
         self.since = 0.0
 
@@ -86,28 +81,11 @@ class Speed(Callback):
                 **{name: float(part) for name, part in outputs.items()},  # the loss and its terms
                 "loss": float(pl_module.batch_loss),  # type: ignore[arg-type]  # Lightning's is divided
                 "lr": max(group["lr"] for group in trainer.optimizers[0].param_groups),
-                **speed_measures(rate, self.tokens, self.flops, self.peak_tflops, trainer.world_size),
+                "samples_per_second": rate,
+                **({} if self.tokens is None else {"tokens_per_second": rate * self.tokens}),
             }
             for logger in trainer.loggers:
                 logger.log_metrics(measures, step=trainer.global_step)
-
-
-def speed_measures(
-    rate: float, tokens: int | None, flops: int | None, peak_tflops: float | None, devices: int
-) -> dict[str, float]:
-    """Compute examples and tokens per second, and model FLOP utilisation  3 · flops · rate / (devices · peak).
-
-    Example:
-        >>> speed_measures(100.0, tokens=65, flops=10**9, peak_tflops=1.0, devices=1)
-        {'samples_per_second': 100.0, 'tokens_per_second': 6500.0, 'flop_utilisation': 0.3}
-    """
-    # Chowdhery et al., PaLM, appendix B. Recomputation by activation checkpointing is not counted.
-    measures = {"samples_per_second": rate}
-    if tokens is not None:
-        measures["tokens_per_second"] = rate * tokens
-    if flops is not None and peak_tflops is not None:
-        measures["flop_utilisation"] = BACKWARD_AND_FORWARD * flops * rate / (devices * peak_tflops * 1e12)
-    return measures
 
 
 def count_tokens(model: Any, input_size: tuple[int, ...]) -> int | None:
