@@ -375,10 +375,8 @@ def write(path: Path, rows: list[Row], settings: dict[str, object], commit: str)
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit,
         "kernels": {
-            "source": record.source_digest(),
-            "used by default": sorted(
-                x.kernel for x in record.read(record.COMMITTED) if record.is_verified(x.kernel, 0)
-            ),
+            "source": {kernel: record.digest(kernel) for kernel in record.MODULES},
+            "used by default": sorted(x.specialisation for x in record.read(record.COMMITTED) if record.is_current(x)),
         },
         "machine": {
             "device": device.name,

@@ -20,7 +20,7 @@ def test_public_calls_equal_the_reference_and_stay_inside_their_tensors() -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["planar", "block", "planes", "skew_exp", "basis", "library"])
+@pytest.mark.parametrize("family", ["planar", "block", "planes", "skew_exp", "basis"])
 def test_kernels_equal_float64(family: str) -> None:
     run_kernels(of(family), "not slow")
 
