@@ -126,14 +126,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
 
 ONE_TARGET = {"planes-b8": "sm_90", "planar-bf16": "gfx942", "block-products-bf16-b8": "sm_80"}
-# sm_90 has the most memory: every kernel, type and size is compiled for it, but not every combination.
-ON_SM_90 = {"planes-b8", "planar-bf16-halves", "block-products-bf16-b64", "block-sums-fp32-b128", "skew-exp-b8"}
-ON_SM_90 |= {"basis-bf16-b64", "basis-fp32-b64"}
 COMPILED = [
     pytest.param(name, target, marks=() if ONE_TARGET.get(name) == target else pytest.mark.slow)
     for name in FAMILIES
     for target in TARGETS
-    if target != "sm_90" or name in ON_SM_90
 ]
 
 
