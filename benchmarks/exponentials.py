@@ -1,10 +1,9 @@
 """Measure how the time of LieRE's rotations with large blocks grows with the number of tokens, on the CPU.
 
-    python benchmarks/exponentials.py [--before FOLDER/COMMIT.so]
+    python benchmarks/exponentials.py
 
-Positions: a lattice from the origin, one around it, on which more tokens are multiples of others, and random ones. With
-`--before` another build of the kernels is measured in turn. Writes benchmarks/results/exponentials.json. Run it on an
-idle machine of 4 GB.
+Positions: a lattice from the origin, one around it, on which more tokens are multiples of others, and random ones.
+Writes benchmarks/results/exponentials.json. Run it on an idle machine of 4 GB.
 """
 
 import argparse
@@ -19,8 +18,7 @@ from torch import Tensor
 
 import torchrope as tr
 from torchrope.files import write_whole
-from torchrope.ops import native
-from torchrope_lab.training.timing import Work, interleaved_seconds, milliseconds, ratio, threads
+from torchrope_lab.training.timing import Work, interleaved_seconds, milliseconds, threads
 
 TARGET = Path(__file__).parent / "results" / "exponentials.json"
 POSITIONS: dict[str, Callable[[int], Tensor]] = {
@@ -41,24 +39,14 @@ def passes(block: int, positions: Tensor) -> dict[str, Work]:
     return {"forward": torch.no_grad()(lambda: encoding(positions)), "forward and backward": both}
 
 
-def compare(kind: str, tokens: int, block: int, builds: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
-    """Measure both passes with each build of the kernels; print and return times of the last."""
-
-    def by(build: Any, work: Work) -> Work:
-        def run() -> None:
-            native.LIBRARY = build
-            work()
-
-        return run
-
+def measure(kind: str, tokens: int, block: int, rounds: int) -> list[dict[str, Any]]:
+    """Measure, print and return the times of both passes."""
     works = passes(block, POSITIONS[kind](math.isqrt(tokens)))
-    timed = {(name, each): by(build, work) for each, work in works.items() for name, build in builds.items()}
-    seconds = interleaved_seconds(timed, rounds=rounds, device="cpu")
+    seconds = interleaved_seconds(works, rounds=rounds, device="cpu")
     rows = []
     for each in works:
-        first, *_, last = (seconds[name, each] for name in (*builds, *builds))
         rows.append({"block": block, "positions": kind, "pass": each, "tokens": tokens,
-                     "milliseconds": vars(milliseconds(last)), "speedup": vars(ratio(first, last))})  # fmt: skip
+                     "milliseconds": vars(milliseconds(seconds[each]))})  # fmt: skip
         print(rows[-1], flush=True)
     return rows
 
@@ -69,19 +57,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--blocks", type=int, nargs="+", default=[16, 32, 64], help="sizes of blocks")
     parser.add_argument("--rounds", type=int, default=5, help="samples of each time")
     parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch")
-    parser.add_argument("--before", type=Path, help="kernels to compare with, named by their commit")
     options = parser.parse_args(arguments)
-    builds = {"before": native.load(str(options.before))} if options.before else {}
-    builds["now"] = native.LIBRARY
     with threads(options.threads):
         measured = [
             row
             for block in options.blocks
             for kind in POSITIONS
             for tokens in options.tokens
-            for row in compare(kind, tokens, block, builds, options.rounds)
+            for row in measure(kind, tokens, block, options.rounds)
         ]
-    setting = {"before": options.before and options.before.stem, "threads": options.threads, "torch": torch.__version__}
+    setting = {"threads": options.threads, "torch": torch.__version__}
     write_whole(TARGET, json.dumps({"setting": setting, "measured": measured}, indent=1) + "\n")
 
 

@@ -90,6 +90,26 @@ def checkpointing(text: str, measured: dict[str, Any]) -> str:
     return insert_between_markers(text, "checkpointing", "\n\n".join(map(_markdown, tables)))
 
 
+def render_gpu(results: Path, docs: Path) -> None:
+    """Write the table of GPUs in speed.md from the numbers of `benchmarks/gpu.py`."""
+    measured, page = read_mapping(results, "results"), docs / "speed.md"
+    table = insert_between_markers(page.read_text(encoding="utf-8"), "gpu", _markdown(_training_on_gpu(measured)))
+    write_whole(page, table)
+
+
+def _training_on_gpu(measured: dict[str, Any]) -> Table:
+    """Build the table of training steps over those without an encoding."""
+    rows: dict[str, Row] = {}
+    for row in measured["rows"]:
+        step, _, encoding = row["name"].removesuffix(" over none").partition(" with ")
+        if step.startswith("training step") and encoding:
+            name, _, plain = encoding.partition(" in ")
+            used = ", ".join(filter(None, [step.removeprefix("training step").strip(" of"), plain or "kernels"]))
+            rows.setdefault(used, {"": used})[name] = row["value"]
+    names = dict.fromkeys(name for row in rows.values() for name in row if name)
+    return Table("", [Column("", ""), *(Column(name, name, digits=2) for name in names)], [*rows.values()])
+
+
 def freeze(text: str, measured: dict[str, Any]) -> str:
     """Put the table of `absorb` and `freeze` between the markers of docs/use-it-in-your-model.md."""
     columns = [Column("encoding", "Encoding"), Column("mb", "Model, MB", digits=2)]

@@ -1,26 +1,29 @@
-"""`python -m torchrope verify`: check every GPU kernel on this GPU against float64, time it, and record the right ones.
+"""`python -m torchrope verify`: check GPU kernels on this GPU against float64, and record the right specialisations.
 
-`torchrope.backend("auto")` uses a GPU kernel only if it is recorded.
+`torchrope.backend("auto")` uses a GPU kernel only for the dtypes and sizes that are recorded. By default those of
+common models are checked, in about a minute; one shape in seconds.
 """
 
 import argparse
+import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from statistics import median
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchrope.encodings import ComRoPELD, Encoding, LieRE, MixedRoPE
+from torchrope.encodings import ComRoPELD, LieRE, MixedRoPE
 from torchrope.files import write_whole
 from torchrope.ops import record
-from torchrope.ops.backends import backend
+from torchrope.ops.backends import asking, backend
+from torchrope.ops.record import Specialisation
 from torchrope.ops.skew_exp import skew_exp
-from torchrope.rotating import apply, rotate
+from torchrope.rotating import rotate
+from torchrope.rotations import from_angles
 
 FACTOR, FLOOR_STEPS = 2.0, 8.0
 """A fast path may err `FACTOR` times what the reference errs in that dtype, and by `FLOOR_STEPS` of its steps."""
@@ -31,7 +34,7 @@ Results = dict[str, Tensor]
 
 
 class Step(NamedTuple):
-    """A forward and a backward pass, to compare and to time.
+    """A forward and a backward pass.
 
     Attributes:
         forward: Computes results by name.
@@ -51,38 +54,95 @@ class Step(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One computation that a kernel must do right, values and gradients.
+    """Vectors to rotate: a kernel must be right for few and for many that share a rotation, and loop over all of them.
 
     Attributes:
         name: For messages.
-        make: Makes the step for inputs of a dtype; float64 inputs give the truth.
-        dtype: dtype of the inputs.
-        factor: How often it may err what the reference errs.
+        in_one_program: Whether one program takes all vectors that share a rotation; by default few are a program each.
+        batches: Samples of q and of k.
+        heads: Heads of q and of k.
+        sets: Sets of positions, as a shape.
+        layout: As `rotate`'s.
     """
 
     name: str
-    make: Callable[[torch.dtype], Step]
-    dtype: torch.dtype = torch.float32
-    factor: float = FACTOR
-
-    def run(self, dtype: torch.dtype) -> Results:
-        """Compute results and gradients from inputs of a dtype."""
-        step = self.make(dtype)
-        return step.run(step.forward)
+    in_one_program: bool
+    batches: tuple[int, int]
+    heads: tuple[int, int] = (2, 2)
+    sets: tuple[int, ...] = ()
+    layout: str = "bhtd"
 
 
-class Kernel(NamedTuple):
-    """Operators with the cases that prove them, and one to time, which is not compared.
+CASES = (
+    Case("few vectors", False, (3, 2), (4, 2), layout="bthd"),
+    Case("few vectors in one program", True, (16, 5)),
+    Case("positions of each sample", False, (3, 3), (4, 2), (3,)),
+    Case("many vectors in one program", True, (257, 130), (1, 1)),
+)
+LAYER = Case("a layer of a ViT-B", False, (32, 32), (12, 12))
+"""Programs as in training; the interpreter is too slow for it."""
 
-    Attributes:
-        operators: Names in the record.
-        cases: Computations to compare.
-        timed: Computation to time.
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def common_shapes() -> Iterator[Specialisation]:
+    """Return what ViTs, video models and language models use, in training and for inference."""
+    for dtype in ("float32", "bfloat16"):
+        for channels, axes in ((64, 2), (64, 1), (64, 3), (72, 2), (80, 2), (128, 1)):
+            for halves in (False, True):
+                yield from _planar_shapes(dtype, channels, axes, halves, ("", "frequencies"))
+        yield from _matrix_shapes(dtype, 64, 8, 2, ("", "positions+table"))
+
+
+def all_shapes() -> Iterator[Specialisation]:
+    """Return every head_dim, block size and number of axes that is not rare, and all gradients."""
+    of_planar, of_matrices = ("", "positions", "frequencies", "positions+frequencies"), ("", "positions+table")
+    for dtype in DTYPES:
+        for channels in (32, 48, 64, 72, 80, 96, 128):
+            for halves in (False, True):
+                yield from _planar_shapes(dtype, channels, 0, halves, ("",))
+                for axes in (1, 2, 3, 4):
+                    yield from _planar_shapes(dtype, channels, axes, halves, of_planar)
+            for b in (3, 4, 8, 16, 32, 64):
+                for axes in (1, 2, 3) if channels % b == 0 else ():
+                    yield from _matrix_shapes(dtype, channels, b, axes, of_matrices)
+    yield from (Specialisation("skew_exp", b=b) for b in (2, 3, 4, 8, 16, 32, 64))
+
+
+def _planar_shapes(
+    dtype: str, channels: int, axes: int, halves: bool, wanted: Sequence[str]
+) -> Iterator[Specialisation]:
+    return (Specialisation("rotate_planar", dtype, channels, channels // 2, 2, axes, halves, x) for x in wanted)
+
+
+def _matrix_shapes(dtype: str, channels: int, b: int, axes: int, wanted: Sequence[str]) -> Iterator[Specialisation]:
+    for names in wanted:
+        yield Specialisation("rotate_block", dtype, channels, channels // b, b, axes, False, names)
+    if b % 2 == 0:
+        for names in ("", "positions"):
+            yield Specialisation("rotate_basis", dtype, channels, channels // b, b, axes, False, names)
+
+
+def completed(shape: Specialisation) -> list[Specialisation]:
+    """Return the rotations to check for a shape: all dtypes of q and k, and gradients, where it does not say them.
+
+    Raises:
+        ValueError: an unknown kernel or dtype.
     """
-
-    operators: tuple[str, ...]
-    cases: tuple[Case, ...]
-    timed: Case
+    if shape.kernel not in record.MODULES or shape.dtype not in ("", *DTYPES):
+        rule = f"kernel must be among {', '.join(record.MODULES)}, and dtype among {', '.join(DTYPES)}"
+        raise ValueError(f"{rule}, got {shape}")
+    if shape.kernel == "skew_exp":
+        return [shape]
+    rotates = {"skew_eig": "rotate_basis", "exp_generators": "rotate_block"}.get(shape.kernel, shape.kernel)
+    blocks = shape.blocks or max(64 // shape.b, 1)
+    axes = shape.axes if rotates == "rotate_planar" else shape.axes or 2
+    full = shape._replace(kernel=rotates, channels=shape.channels or blocks * shape.b, blocks=blocks, axes=axes)
+    of_table = rotates == "rotate_block" and not shape.dtype
+    wanted = ["", "positions+table"] if of_table else [shape.wanted]
+    return [
+        full._replace(dtype=dtype, wanted=x) for dtype in ([shape.dtype] if shape.dtype else DTYPES) for x in wanted
+    ]
 
 
 def share_of_allowed_error(fast: Tensor, plain: Tensor, truth: Tensor, factor: float = FACTOR) -> tuple[str, float]:
@@ -104,16 +164,16 @@ def _largest(x: Tensor) -> float:
 def verify(
     device: torch.device,
     path: Path,
-    names: Sequence[str] | None = None,
+    shapes: Sequence[Specialisation] | None = None,
     report: Callable[[str], None] = print,
 ) -> bool:
     """Verify kernels on a device and record the right ones, in the place of earlier entries for its architecture.
 
     Args:
         device: A GPU; in Triton's interpreter a CPU.
-        path: The record.
-        names: Operators to verify; all by default.
-        report: Called with a line for each kernel.
+        path: The record, written after each shape.
+        shapes: What to verify; the common shapes by default.
+        report: Called with a line for each shape.
 
     Returns:
         Whether all of these kernels are right.
@@ -123,39 +183,48 @@ def verify(
         OSError: the record cannot be written.
     """
     _require_triton(device)
-    kernels = list(_kernels(device))
-    known = [operator for kernel in kernels for operator in kernel.operators]
-    if unknown := set(names or ()) - set(known):
-        raise ValueError(f"kernels must be among {', '.join(known)}, got {', '.join(sorted(unknown))}")
-    architecture = record.architecture(device)
-    entries: list[record.Verified] = []
-    compared: list[str] = []
+    architecture, version = record.architecture(device), record.triton_version()
+    right: set[Specialisation] = set()
     wrong = 0
-    for kernel in kernels:
-        if names is not None and not set(names) & set(kernel.operators):
-            continue
-        compared += kernel.operators
-        worst, failures = 0.0, []
-        for case in kernel.cases:
-            for line, share in _judge(case):
-                if share <= 1:
-                    worst = max(worst, share)
-                else:
-                    failures.append(f"{case.name}: {line}")
-        title = " and ".join(kernel.operators)
+    for shape in [shape for partial_shape in shapes or common_shapes() for shape in completed(partial_shape)]:
+        with asking() as asked:
+            results = [x for n, case in enumerate(_cases(device, shape)) for x in _judge(device, shape, case, n)]
+        checked = {x for x in asked if x.dtype or not x.kernel.startswith("rotate")} or {shape}
+        failures = [line for line, share in results if not share <= 1]
+        entries = []
         if failures:
             wrong += 1
-            report(f"{title}: WRONG, not recorded; {len(failures)} results differ, the first: {failures[0]}")
-            continue
-        gain = None if device.type == "cpu" else speedup(kernel.timed.make(kernel.timed.dtype))
-        timed = "" if gain is None else f", {gain:.2f} times as fast as the compiled reference"
-        report(f"{title}: right in {len(kernel.cases)} cases, {worst:.0%} of the allowed error{timed}")
-        details = (architecture, record.triton_version(), record.source_digest(), worst, gain)
-        entries += [record.Verified(operator, *details) for operator in kernel.operators]
-    write_whole(path, record.merged(path, entries, compared, architecture))
+            report(f"{shape}: WRONG, not recorded; {len(failures)} results differ, the first: {failures[0]}")
+        else:
+            worst = max(share for _, share in results)
+            report(f"{shape}: right, {worst:.0%} of the allowed error")
+            entries = [
+                record.Verified(str(x), architecture, version, record.digest(x.kernel), round(worst, 3))
+                for x in checked
+            ]
+            right |= checked
+        write_whole(path, merged(path, entries, checked if entries else checked - right, architecture))
     record.forget()
-    report(f"recorded {len(entries)} kernels for {architecture} with Triton {record.triton_version()} in {path}")
+    report(f"recorded {len(right)} specialisations for {architecture} with Triton {version} in {path}")
     return not wrong
+
+
+def merged(path: Path, entries: Iterable[record.Verified], compared: Iterable[Specialisation], name: str) -> str:
+    """Return the text of a record with entries in the place of those compared, and without those of other kernels."""
+    replaced = {(str(x), name, record.triton_version()) for x in compared}
+    kept = [
+        x
+        for x in record.read(path)
+        if x[:3] not in replaced and (record.is_current(x) or x.triton != record.triton_version())
+    ]
+    rows = [json.dumps(entry._asdict()) for entry in sorted([*kept, *entries])]
+    return '{"kernels": [\n' + ",\n".join(rows) + "\n]}\n"
+
+
+def _cases(device: torch.device, shape: Specialisation) -> tuple[Case, ...]:
+    if device.type == "cuda":
+        return (*CASES, LAYER)
+    return CASES[:3] if shape.kernel == "rotate_planar" else CASES  # whose kernel is the same for few and many
 
 
 def _require_triton(device: torch.device) -> None:
@@ -178,188 +247,103 @@ def _device(name: str) -> torch.device:
         raise ValueError(f"device must be a GPU, such as cuda or cuda:1, got {name!r}") from None
 
 
-def _judge(case: Case) -> Iterator[tuple[str, float]]:
+def _judge(device: torch.device, shape: Specialisation, case: Case, seed: int) -> Iterator[tuple[str, float]]:
     """Describe every result of a case, with its error as a share of the allowed one."""
+    from torchrope.ops.gpu.launch import in_one_program
+
+    def run(dtype: torch.dtype) -> Results:
+        step = _step(device, shape, case, dtype, seed)
+        return step.run(step.forward)
+
+    narrow = DTYPES[shape.dtype or "float32"]
     with backend("reference"):
-        truth, plain = case.run(torch.float64), case.run(case.dtype)
+        truth, plain = run(torch.float64), run(narrow)
     try:
-        with backend("triton"):
-            fast = case.run(case.dtype)
+        with backend("triton"), poisoned(), in_one_program() if case.in_one_program else nullcontext():
+            fast = run(narrow)
     except Exception as error:  # a kernel that does not compile or launch is one of the results
-        yield f"{type(error).__name__}: {' '.join(str(error).split())}", float("nan")
+        yield f"{case.name}: {type(error).__name__}: {' '.join(str(error).split())}", float("nan")
         return
+    exponentials = shape.kernel in ("rotate_block", "skew_exp")
+    factor = TRUNCATING if exponentials and shape.b == 64 else FACTOR
     for name, expected in truth.items():
-        line, share = share_of_allowed_error(fast[name], plain[name], expected, case.factor)
-        yield f"{name}: {line}", share
+        line, share = share_of_allowed_error(fast[name], plain[name], expected, factor)
+        yield f"{case.name}: {name}: {line}", share
 
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Fill memory that PyTorch does not initialise with NaN: elements that no kernel writes show."""
+
+    def filled(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def allocated(*args: Any, **kwargs: Any) -> Tensor:
+            x = allocate(*args, **kwargs)
+            with torch.no_grad():
+                return x.fill_(torch.nan) if x.is_floating_point() else x
+
+        return allocated
+
+    functions = [(torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")]
+    originals = [getattr(owner, name) for owner, name in functions]
+    try:
+        for (owner, name), original in zip(functions, originals, strict=True):
+            setattr(owner, name, filled(original))
+        yield
+    finally:
+        for (owner, name), original in zip(functions, originals, strict=True):
+            setattr(owner, name, original)
 
 
-def _kernels(device: torch.device) -> Iterator[Kernel]:
-    """Build the cases of all kernels; the interpreter, slow for large blocks, gets few tokens and small blocks."""
-    tokens, large = (197, (16, 64)) if device.type == "cuda" else (5, ())
-
-    def case(
-        name: str,
-        build: Callable[..., Encoding],
-        dtype: torch.dtype = torch.float32,
-        factor: float = FACTOR,
-        **settings: Any,
-    ) -> Case:
-        return Case(name, partial(_rotation, device, tokens, build, **settings), dtype, factor)
-
-    def dtypes(build: Callable[..., Encoding], **settings: Any) -> Iterator[Case]:
-        return (case(f"{dtype}", build, dtype, **settings) for dtype in DTYPES)
-
-    def shapes(build: Callable[..., Encoding]) -> Iterator[Case]:
-        yield case("tokens before heads", build, layout="bthd")
-        yield case("grouped heads", build, heads=(4, 2))
-        yield case("positions per sample", build, sets=(2,))
-        yield case("one sample of k", build, batches=(2, 1))
-        yield case("more samples of k", build, batches=(2, 3))
-        yield case("one tensor", build, alone=True)
-        yield case("other positions of k", build, key_tokens=3)
-
-    def many(build: Callable[..., Encoding]) -> Iterator[Case]:
-        """Vectors of many samples, which share matrices."""
-        return (case(f"many samples, {dtype}", build, dtype, batches=(32, 17)) for dtype in DTYPES)
-
-    def factor_of(b: int) -> float:
-        return TRUNCATING if b == 64 else FACTOR
-
-    def layer(build: Callable[..., Encoding], **settings: Any) -> Case:
-        """Return the rotation in a layer of a ViT-B at 224 pixels, with positions that need no gradient."""
-        sizes: dict[str, Any] = dict(heads=(12, 12), batches=(32, 32), fixed=True)
-        make = partial(_rotation, device, 197, partial(build, head_dim=64), **sizes, **settings)
-        return Case("a layer", make, torch.bfloat16)
-
-    mixed = partial(MixedRoPE, num_axes=2, head_dim=16)
-    yield Kernel(
-        ("rotate_planar",),
-        (
-            *dtypes(mixed),
-            case("pairs in halves", mixed, halves=True),
-            case("part of a head", partial(mixed, rotary_dim=12)),
-            *shapes(mixed),
-        ),
-        layer(mixed),
-    )
-    commuting = partial(ComRoPELD, num_axes=2, head_dim=16, block_size=8)
-    yield Kernel(
-        ("skew_eig", "rotate_basis"),
-        (
-            *dtypes(commuting),
-            *(case(f"blocks of {b}", partial(ComRoPELD, num_axes=2, head_dim=64, block_size=b)) for b in (4, *large)),
-            *shapes(commuting),
-            *many(commuting),
-            *(x for b in large for x in many(partial(ComRoPELD, num_axes=2, head_dim=64, block_size=b))),
-        ),
-        layer(commuting),
-    )
-    lie = partial(LieRE, num_axes=2, head_dim=16, block_size=8)
-    yield Kernel(
-        ("exp_generators", "rotate_block"),
-        (
-            *dtypes(lie),
-            *(
-                case(f"blocks of {b}", partial(lie, head_dim=max(b, 12), block_size=b), factor=factor_of(b))
-                for b in (3, 4, *large)
-            ),
-            *shapes(lie),
-            *many(lie),
-            *(x._replace(factor=factor_of(b)) for b in large for x in many(partial(lie, head_dim=b, block_size=b))),
-        ),
-        layer(lie),
-    )
-    yield Kernel(
-        ("skew_exp",),
-        tuple(
-            Case(f"blocks of {b}", partial(_exponentials, device, b), factor=factor_of(b)) for b in (2, 3, 8, *large)
-        ),
-        Case("blocks of 64", partial(_exponentials, device, 64, norms=(1.0,) * 2364)),
-    )
-
-
-def _rotation(
-    device: torch.device,
-    tokens: int,
-    build: Callable[..., Encoding],
-    dtype: torch.dtype,
-    *,
-    heads: tuple[int, int] = (2, 2),
-    batches: tuple[int, int] = (2, 2),
-    sets: tuple[int, ...] = (),
-    layout: str = "bhtd",
-    halves: bool = False,
-    alone: bool = False,
-    key_tokens: int | None = None,
-    fixed: bool = False,
-) -> Step:
-    """Make a step of `rotate`, or of `apply` if `alone`, from inputs drawn with a fixed seed."""
-    random = torch.Generator().manual_seed(0)
+def _step(device: torch.device, shape: Specialisation, case: Case, dtype: torch.dtype, seed: int) -> Step:
+    """Make the step of a case from inputs drawn with a seed: the same for every dtype."""
+    if shape.kernel == "skew_exp":
+        return _exponentials(device, shape.b, dtype, seed)
+    random = torch.Generator().manual_seed(seed)
     wide = torch.promote_types(dtype, torch.float32)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        encoding = build(num_heads=heads[1]).to(device, wide)
+    heads, layer = case.heads[1], case is LAYER
+    tokens = 197 if layer else 35 if shape.kernel == "rotate_planar" else 3
+    sizes: dict[str, Any] = dict(num_heads=heads, head_dim=shape.channels, rotary_dim=shape.blocks * shape.b)
 
-    def draw(*shape: int, dtype: torch.dtype = wide) -> Tensor:
-        return torch.randn(shape, generator=random).to(device, dtype)
+    def draw(*sizes: int, dtype: torch.dtype = wide) -> Tensor:
+        return torch.randn(sizes, generator=random).to(device, dtype)
 
-    lengths = tokens, key_tokens or tokens
-    orders = [(n, h) if layout == "bthd" else (h, n) for n, h in zip(lengths, heads, strict=True)]
-    shapes = [(batch, *order, encoding.head_dim) for batch, order in zip(batches, orders, strict=True)]
-    q, k, *upstream = (draw(*shape, dtype=dtype) for shape in (*shapes, *shapes))
-    positions, key_positions = (draw(*sets, length, 2) for length in lengths)
+    orders = [(tokens, h) if case.layout == "bthd" else (h, tokens) for h in case.heads]
+    vectors = [(batch, *order, shape.channels) for batch, order in zip(case.batches, orders, strict=True)]
+    q, k, *upstream = (draw(*size, dtype=dtype) for size in (*vectors, *vectors))
+    leaves = {"q": q, "k": k}
+    if shape.axes == 0:
+        angles = draw(*case.sets, heads, tokens, shape.blocks)
+        rotation_of = partial(from_angles, angles, head_dim=shape.channels)
+    else:
+        positions = draw(*case.sets, tokens, shape.axes)
+        build: Any = {"rotate_block": LieRE, "rotate_basis": ComRoPELD}.get(shape.kernel, MixedRoPE)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            of_block = {} if shape.kernel == "rotate_planar" else {"block_size": shape.b}
+            encoding = build(num_axes=shape.axes, **sizes, **of_block).to(device, wide)
+        rotation_of = partial(encoding, positions)
+        if "positions" in shape.wanted:
+            leaves["positions"] = positions
+        if shape.kernel == "rotate_basis" or {"frequencies", "table"} & {*shape.wanted.split("+")}:
+            leaves |= {f"encoding, {name}": x for name, x in encoding.named_parameters()}
+        encoding.requires_grad_(False)
 
     def forward() -> Results:
-        rotation = encoding(positions)
-        rotation = rotation.in_halves() if halves else rotation
-        if alone:
-            return {"rotated q": apply(q, rotation, layout=layout)}
-        key_rotation = encoding(key_positions) if key_tokens else None
-        rotated = rotate(q, k, rotation, key_rotation=key_rotation, layout=layout)
+        rotation = rotation_of()
+        rotated = rotate(q, k, rotation.in_halves() if shape.halves else rotation, layout=case.layout)
         return dict(zip(("rotated q", "rotated k"), rotated, strict=True))
 
-    leaves = {"q": q} if alone else {"q": q, "k": k}
-    leaves |= {} if fixed else {"positions": positions}
-    leaves |= {"key positions": key_positions} if key_tokens else {}
-    leaves |= {f"encoding, {name}": x for name, x in encoding.named_parameters()}
     for x in leaves.values():
         x.requires_grad_()
-    return Step(forward, leaves, upstream[:1] if alone else upstream)
+    return Step(forward, leaves, upstream)
 
 
-def _exponentials(
-    device: torch.device, b: int, dtype: torch.dtype, *, norms: Sequence[float] = (0.0, 1e-3, 0.3, 1.0, 3.0, 10.0)
-) -> Step:
+def _exponentials(device: torch.device, b: int, dtype: torch.dtype, seed: int) -> Step:
     """Make a step of exponentials of skew matrices of several norms."""
-    random = torch.Generator().manual_seed(b)
+    random, norms = torch.Generator().manual_seed(seed), (0.0, 1e-3, 0.3, 1.0, 3.0)
     raw, upstream = torch.randn(2, len(norms), b, b, generator=random)
     raw = (raw * torch.tensor(norms)[:, None, None] / b**0.5).to(device, dtype).requires_grad_()
     return Step(lambda: {"exponential": skew_exp(raw - raw.mT)}, {"skew": raw}, [upstream.to(device, dtype)])
-
-
-def speedup(step: Step, fast: str = "triton", repetitions: int = 33) -> float:
-    """Time a backend and the compiled reference in turns; return the ratio of median times, without three warm-ups."""
-    compiled = torch.compile(step.forward)
-    times: dict[str, list[float]] = {"reference": [], fast: []}
-    device = step.upstream[0].device
-    for repetition in range(repetitions):
-        for name, forward in (("reference", compiled), (fast, step.forward)):
-            with backend(name):
-                start = _now(device)
-                step.run(forward)
-                taken = _now(device) - start
-            if repetition >= 3:
-                times[name].append(taken)
-    return median(times["reference"]) / median(times[fast])
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return perf_counter()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -370,11 +354,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--record", type=Path, default=users, required=users is None, help="file to write (default: %(default)s)"
     )
-    parser.add_argument("--kernels", help="verify these alone, comma-separated (default: all)")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--shape", action="append", help="verify this alone, as a warning names it; may be repeated")
+    what.add_argument("--all", action="store_true", help="verify also what is less common, in half an hour")
     options = parser.parse_args(arguments)
-    names = None if options.kernels is None else options.kernels.split(",")
     try:
-        return 0 if verify(_device(options.device), options.record, names) else 1
+        shapes = [Specialisation.parse(shape) for shape in options.shape or ()] or [*all_shapes()] * options.all
+        return 0 if verify(_device(options.device), options.record, shapes) else 1
     except (ValueError, OSError) as error:
         print(f"torchrope verify: {error}", file=sys.stderr)
         return 2

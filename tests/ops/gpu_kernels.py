@@ -5,8 +5,8 @@ own, because Triton decides for or against it when it is imported.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import accuracy
@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchrope.ops import gpu, native
+from torchrope.ops import gpu
+from torchrope.ops.gpu.launch import in_one_program
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -31,6 +32,13 @@ def _checked() -> Iterator[None]:
     from interpreted import checked
 
     with checked():
+        yield
+
+
+@pytest.fixture(params=["split", "one program"])
+def rows(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Rows in programs of their own, as of small batches, or all in one, whose loop has many iterations."""
+    with in_one_program() if request.param == "one program" else nullcontext():
         yield
 
 
@@ -104,6 +112,7 @@ PLANAR: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("case", PLANAR)
 def test_planar(case: str, halves: bool) -> None:
@@ -171,6 +180,7 @@ BLOCK: dict[str, dict[str, Any]] = {
     "b5-fp16-products": dict(batch=17, heads=(2, 2), tokens=1, blocks=3, b=5, own=2, dtype=torch.float16),
     "b16-products": dict(batch=35, heads=(1, 1), tokens=2, blocks=2, b=16, own=1),
     "b16-bf16": dict(batch=2, heads=(1, 1), tokens=3, blocks=2, b=16, own=1, dtype=torch.bfloat16),
+    "b8-products": dict(batch=70, heads=(1, 1), tokens=1, blocks=3, b=8, own=1),
     "b24-products": dict(batch=9, heads=(2, 2), tokens=1, blocks=1, b=24, own=1),
     "b32": dict(batch=2, heads=(1, 1), tokens=2, blocks=2, b=32, own=1),
     "b64-bf16-products": dict(batch=40, heads=(2, 2), tokens=2, blocks=1, b=64, own=2, dtype=torch.bfloat16),
@@ -181,6 +191,7 @@ BLOCK: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("case", marked(BLOCK))
 def test_block(case: str) -> None:
     sizes = {"sets": 1, "rest": 0, "dtype": torch.float32} | BLOCK[case]
@@ -351,10 +362,10 @@ BASIS: dict[str, dict[str, Any]] = {
     "b8-bf16": dict(batch=17, heads=(2, 2), tokens=1, axes=2, own=1, blocks=5, b=8, dtype=torch.bfloat16),
     "b12-fp16": dict(batch=2, heads=(2, 1), tokens=2, axes=2, own=1, blocks=3, b=12, dtype=torch.float16),
     "b4-one-token": dict(batch=100, heads=(1, 1), tokens=1, axes=1, own=1, blocks=2, b=4),
-    "b4-many-rest": dict(batch=16, heads=(2, 2), tokens=3, axes=2, own=2, blocks=3, b=4, rest=2),
+    "b4-many-rest": dict(batch=17, heads=(2, 2), tokens=3, axes=2, own=2, blocks=3, b=4, rest=2),
     "b8-many-own-positions": dict(batch=2, heads=(16, 16), tokens=2, axes=2, own=1, blocks=5, b=8, sets=2),
     "b32": dict(batch=2, heads=(1, 1), tokens=2, axes=1, own=1, blocks=2, b=32),
-    "b64-many": dict(batch=16, heads=(1, 1), tokens=2, axes=2, own=1, blocks=1, b=64),
+    "b64-many": dict(batch=17, heads=(1, 1), tokens=2, axes=2, own=1, blocks=1, b=64),
     "b64": dict(batch=2, heads=(1, 1), tokens=2, axes=2, own=1, blocks=1, b=64),
     "no-token": dict(batch=2, heads=(2, 2), tokens=0, axes=2, own=2, blocks=2, b=4),
     "no-sample": dict(batch=0, heads=(2, 2), tokens=3, axes=2, own=2, blocks=2, b=4),
@@ -367,6 +378,7 @@ FREQUENCIES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize(
     ("case", "spectrum"),
     [pytest.param(*case.values, "apart", marks=case.marks) for case in marked(BASIS)]
@@ -402,47 +414,13 @@ def test_basis(case: str, spectrum: str) -> None:
         assert gpu.rotate_basis_backward(*grads, q, k, *given, True, (False, True, True))[2].numel() == 0
 
 
-@pytest.mark.skipif(native.LIBRARY is None, reason="the kernels for CPUs were not built")
-@pytest.mark.parametrize("outer", [True, False])
-def test_library_has_one_interface_on_every_device(outer: bool) -> None:
-    """What the operators call gives the CPU kernels' numbers, blocks that never turn included."""
-    q, k = vectors(2, (4, 2), 5, 10)
-    grads = normal(2, 4, 5, 10), normal(2, 2, 5, 10)
-    positions, generators = normal(2, 5, 3), normal(3, 2, 2, 4, 4)
-    generators = generators - generators.mT
-    frequencies, factors = normal(3, 2, 4), normal(3, 2, 2)
-    factors[:, 0, 0] = 0
-    base = generators[0].clone()
+def test_basis_of_blocks_that_never_turn_passes_bit_identically() -> None:
+    positions, base, factors = normal(5, 3), normal(2, 2, 4, 4), normal(3, 2, 2)
+    base, factors[:, 0, 0] = base - base.mT, 0
     base[1, 1] = 0
-    upper = normal(2, 2, 5, 2, 6)
-    here = [x.cpu() for x in (q, k, *grads, positions, generators, frequencies, factors, base, upper)]
-    there = (q, k, *grads, positions, generators, frequencies, factors, base, upper)
-    for found, expected in zip(_all_results(gpu, there, outer), _all_results(native, here, outer), strict=True):
-        assert_near(found.cpu(), expected.double(), "kernels of two devices")
-    many = q[:1].repeat(20, 1, 1, 1)  # by matrices
-    for x, at in ((q, positions), (many, positions[:1])):
-        still = gpu.rotate_basis(x, x, at, factors, base, *gpu.skew_eig(base), outer)[0]
-        assert torch.equal(still[:, :2, :, :4], x[:, :2, :, :4])  # the first rotation head's first block has no factors
-
-
-def _all_results(kernels: ModuleType, inputs: Sequence[Tensor], outer: bool) -> Iterator[Tensor]:
-    q, k, grad_q, grad_k, positions, generators, frequencies, factors, base, upper = inputs
-    wanted = (True, True, True)
-    yield from kernels.rotate_planar(q, k, positions, frequencies, None, True)
-    yield from kernels.rotate_planar_backward(grad_q, grad_k, q, k, positions, frequencies, None, True, wanted[:2])
-    table = kernels.exp_generators(positions, generators)
-    yield table
-    yield from kernels.exp_generators_backward(positions, generators, upper, True)
-    yield from kernels.rotate_block(q, k, table, table.new_empty(0))
-    yield from kernels.rotate_block_backward(grad_q, grad_k, q, k, table, True)
-    flat = generators.flatten(0, 2)
-    yield kernels.skew_exp(flat)
-    yield kernels.skew_exp_backward(flat, upper.flatten(0, 3)[: len(flat)])
-    planes = kernels.skew_eig(base)
-    if outer:  # a basis is not unique, what comes back from it is
-        yield from kernels.rotate_basis(q, k, positions, factors, base, *planes, outer)
-        yield from kernels.rotate_basis_backward(grad_q, grad_k, q, k, positions, factors, *planes, outer, wanted)
-    else:
-        turned_q, turned_k = kernels.rotate_basis(q, k, positions, factors, base, *planes, outer)
-        yield turned_q[:, :2] @ turned_k[:, :1].mT
-        yield turned_q[:, 2:] @ turned_k[:, 1:].mT
+    for batch in (2, 20):
+        x = normal(batch, 4, 5, 10)
+        still = gpu.rotate_basis(x, x, positions, factors, base, *gpu.skew_eig(base), True)[0]
+        assert torch.equal(still[:, :2, :, :4], x[:, :2, :, :4])
+        assert torch.equal(still[:, 2:, :, 4:], x[:, 2:, :, 4:])
+        assert not torch.equal(still[:, :2, :, 4:8], x[:, :2, :, 4:8])

@@ -110,18 +110,3 @@ def test_vectors_beyond_32_bits(name: str) -> None:
         turned = tr.apply(q, rotation)
         for part in (slice(0, 32), slice(-32, None)):  # enough for the same kernels
             assert torch.equal(turned[part], tr.apply(q[part].contiguous(), rotation))
-
-
-@pytest.mark.parametrize("name", ["mixed", "liere:8"])
-def test_checkpointed_backward_uses_the_same_kernels(name: str) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    model, images = model_of(name), torch.randn(3, 3, 16, 24, device=DEVICE)
-    with tr.backend("triton"):
-        expected = step(model, model, images)
-
-        def again(images: Tensor) -> Tensor:
-            return checkpoint(model, images, use_reentrant=False)
-
-        found = step(model, again, images)
-    assert_near(found, expected, 1e-6)

@@ -1,6 +1,6 @@
 """Triton's interpreter, made to check what kernels do to memory; set TRITON_INTERPRET=1 before triton is imported."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,8 @@ from triton.runtime.interpreter import (
     _patch_lang,
     interpreter_builder,
 )
+
+from torchrope.verify import poisoned
 
 LAUNCHED: set[str] = set()
 """Kernels launched inside `checked`, with what they also did: "planar._rotate_kernel BACK"."""
@@ -101,9 +103,7 @@ def checked() -> Iterator[None]:
         patch.object(InterpreterBuilder, "cast_impl", rounding_cast),
         patch.object(InterpretedFunction, "__call__", call_function),
         patch.object(interpreter_builder, "options", InterpreterOptions(sanitize_overflow=False)),
-        patch.object(torch, "empty", _poisoned(torch.empty)),
-        patch.object(torch, "empty_like", _poisoned(torch.empty_like)),
-        patch.object(Tensor, "new_empty", _poisoned(Tensor.new_empty)),
+        poisoned(),
     ):
         yield
 
@@ -116,15 +116,6 @@ def _truncated(exact: np.ndarray) -> np.ndarray:
     """Convert float64 to float32, towards zero."""
     near = exact.astype(np.float32)
     return np.where(np.abs(near) > np.abs(exact), np.nextafter(near, np.float32(0)), near)
-
-
-def _poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def filled(*args: Any, **kwargs: Any) -> Tensor:
-        x = allocate(*args, **kwargs)
-        with torch.no_grad():
-            return x.fill_(torch.nan) if x.is_floating_point() else x
-
-    return filled
 
 
 class _Extent:

@@ -3,9 +3,12 @@
 import os
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from operator import index
 from pathlib import Path
 
 import torch
@@ -18,7 +21,6 @@ BACKENDS = ("auto", "reference", "native", "triton")
 
 _HAS_TRITON = find_spec("triton") is not None
 _NOT_BUILT = "needs kernels that were not built when torchrope was installed"
-_NOT_VERIFIED = "has no verified kernel"
 _KERNEL_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 
@@ -28,6 +30,7 @@ class _Choice(threading.local):
     def __init__(self) -> None:
         self.name = "auto"  # in each thread; the compiler of torch 2.6 would read an attribute of the class instead
         self.outer: list[str] = []  # of the blocks around it
+        self.asked: set[record.Specialisation] | None = None  # what "triton" takes, for `verify`
 
 
 _CHOICE = _Choice()
@@ -88,8 +91,10 @@ def _interprets() -> bool:
     return _HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def takes_kernels(kernel: str, *tensors: Tensor) -> bool:
+def takes_kernels(kernel: str, *tensors: Tensor, halves: bool = False) -> bool:
     """Return whether a kernel computes the result from these inputs; otherwise the reference does.
+
+    The inputs are those of `record.specialisation`.
 
     Raises:
         ValueError: the current backend is "native" or "triton" and does not support the inputs; the message says why.
@@ -100,7 +105,7 @@ def takes_kernels(kernel: str, *tensors: Tensor) -> bool:
     if in_forward_mode():
         reason: str | None = "has no derivatives in forward mode"
     else:
-        reason = "supports no torch.func transform" if _is_transformed() else _reason(kernel, name, tensors)
+        reason = "supports no torch.func transform" if _is_transformed() else _reason(kernel, name, tensors, halves)
     if reason is not None:
         refuse(reason)
     if reason == _NOT_BUILT and not torch.compiler.is_compiling():
@@ -130,7 +135,7 @@ def refuse(reason: str) -> None:
         raise ValueError(f"backend {_CHOICE.name!r} {reason}")
 
 
-def _reason(kernel: str, name: str, tensors: tuple[Tensor, ...]) -> str | None:
+def _reason(kernel: str, name: str, tensors: tuple[Tensor, ...], halves: bool) -> str | None:
     """Return why the kernel does not support the inputs, or None if it does."""
     if name != "triton" and all(tensor.is_cpu and tensor.dtype in _KERNEL_DTYPES for tensor in tensors):
         return None if native.LIBRARY is not None else _NOT_BUILT  # what follows, in less time
@@ -152,9 +157,28 @@ def _reason(kernel: str, name: str, tensors: tuple[Tensor, ...]) -> str | None:
     narrow = kernel != "rotate_planar" or any(tensor.dtype == torch.bfloat16 for tensor in tensors)
     if kind == "cpu" and narrow and not import_module("torchrope.ops.gpu.launch").interprets_bfloat16():
         return f"needs a GPU for {kernel}, as Triton's interpreter multiplies the bits of bfloat16 as integers"
-    if name == "auto" and not record.is_verified(kernel, tensors[0].device.index or 0):
-        return _NOT_VERIFIED
+    if name == "auto":
+        return _unverified(kernel, tensors, halves)
+    if _CHOICE.asked is not None:
+        _CHOICE.asked.add(record.specialisation(kernel, tensors, halves))
     return None
+
+
+def _unverified(kernel: str, tensors: tuple[Tensor, ...], halves: bool) -> str | None:
+    asked = record.specialisation(kernel, tensors, halves)
+    constants = [x if isinstance(x, str) else index(x) for x in asked]  # torch.compile may have symbols
+    return None if record.is_verified(tensors[0].device.index or 0, *constants) else "has no verified kernel"
+
+
+@contextmanager
+def asking() -> Iterator[set[record.Specialisation]]:
+    """Collect the specialisations that "triton" takes in this thread."""
+    asked: set[record.Specialisation] = set()
+    _CHOICE.asked = asked
+    try:
+        yield asked
+    finally:
+        _CHOICE.asked = None
 
 
 def cpu_path() -> str:

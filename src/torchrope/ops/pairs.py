@@ -76,7 +76,7 @@ def rotate_planar(
         return rotate_by_angles(x, (angles - turns * (2 * math.pi)).float(), interleaved)
     learned = table is not None and table.requires_grad
     reason = "needs a table without requires_grad, got one that requires a gradient" if learned else None
-    if _takes("rotate_planar", x, positions.ndim - 2, positions, frequencies, reason=reason):
+    if _takes("rotate_planar", x, positions.ndim - 2, positions, frequencies, reason=reason, halves=not interleaved):
         return _like(x, run("rotate_planar", _flat(x.q), _flat(x.k), positions, frequencies, table, interleaved))
     with without_autocast(x.q):
         dtype = x.widened(positions).q.dtype
@@ -96,7 +96,7 @@ def rotate_by_angles(x: Pair, angles: Tensor, interleaved: bool) -> tuple[Tensor
     if not angles.shape[-1]:
         return x[:2]
     with without_autocast(x.q):
-        if not _takes("rotate_planar", x, angles.ndim - 3, angles):
+        if not _takes("rotate_planar", x, angles.ndim - 3, angles, halves=not interleaved):
             wide = angles.to(wide_dtype(x.q, x.k, angles))
             return _by_reference(x, wide.cos(), wide.sin(), interleaved)
         *batch, heads, tokens, pairs = angles.shape
@@ -210,9 +210,11 @@ def in_basis(x: Pair, basis: Tensor, rotate: Callable[[Pair], tuple[Tensor, Tens
         return wide.q + q, wide.k + k
 
 
-def _takes(kernel: str, x: Pair, batch_dims: int, *tensors: Tensor, reason: str | None = None) -> bool:
+def _takes(
+    kernel: str, x: Pair, batch_dims: int, *tensors: Tensor, reason: str | None = None, halves: bool = False
+) -> bool:
     """Return whether a kernel rotates; an explicitly chosen backend raises if it cannot."""
-    if not takes_kernels(kernel, x.q, x.k, *tensors):
+    if not takes_kernels(kernel, x.q, x.k, *tensors, halves=halves):
         return False
     leading = max(x.q.ndim, x.k.ndim) - 3
     if batch_dims > 1 or (batch_dims and leading > 1 and tensors[0].shape[0] != 1):

@@ -8,7 +8,6 @@ finite and exact for equal and for zero frequencies.
 # mypy: allow-untyped-defs
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -17,21 +16,19 @@ from torch import Tensor
 
 from torchrope.ops.gpu.block import multiply_rows
 from torchrope.ops.gpu.launch import (
+    MANY,
     VARYING,
     Vectors,
     copy_rest,
     launch,
     locate,
-    offsets,
     on_sides,
-    power_of_two,
     rows_of,
     share,
     splits_of,
-    tiles_of,
-    weighted_positions,
 )
-from torchrope.ops.gpu.products import multiply, multiply_vectors
+from torchrope.ops.gpu.products import multiply
+from torchrope.ops.record import specialisation
 from torchrope.tensors import exact_matmul, with_batch_dim
 
 # Triton 3.2 aborts on products of 64 rows with 8 warps on Hopper; 3.6 and 3.8 compile them.
@@ -92,33 +89,25 @@ def rotate_basis_backward(
 
 
 def _run(vectors: Vectors, parameters: Sequence[Tensor], wanted: Sequence[bool] = (False,) * 3) -> list[Tensor | None]:
-    """Rotate tiles of blocks: by a matrix for each token if many vectors share it, otherwise in the basis."""
+    """Rotate tiles of blocks by a matrix for each token, computed in registers."""
     source, out, x = vectors
-    positions, _, basis, angular = arguments = [parameter.contiguous() for parameter in parameters]
-    (sets, tokens, axes), (heads, blocks, b, _) = positions.shape, basis.shape
+    positions, factors, basis, angular = parameters
+    (sets, tokens, _), heads = positions.shape, len(basis)
+    of = specialisation("rotate_basis", (source, source, positions, factors, basis))
     rows = rows_of(source, sets, heads)
-    width = max(power_of_two(b), 32)
-    together = min(width // b, blocks)
-    programs = tiles_of(blocks, together) * heads
-    warps = 4 if width == 32 else _WIDE_WARPS
-    constants: dict[str, Any] = dict(AXES=axes, BLOCK=b, WIDTH=width, TOGETHER=together, num_warps=warps)
-    copy_rest(source, out, blocks * b)
-    if x is None and rows < 16:
-        # Tokens in the tile of a program: 32 of 64 float32 channels need 100 KiB of shared memory, many GPUs have 99.
-        height = 16 if width == 64 and source.element_size() == 4 else 32
-        programs *= tiles_of(tokens, height) * sets
-        splits = splits_of(programs, rows)
-        return launch(
-            _rotate_kernel, vectors[:2], arguments, heads, sets, programs, splits, [blocks], TOKENS=height, **constants
-        )
-    height = 16 if rows <= 16 else 64 if source.element_size() == 2 else 32
+    width = max(triton.next_power_of_2(of.b), 32)
+    together = min(width // of.b, of.blocks)
+    programs = triton.cdiv(of.blocks, together) * heads
+    height = 16 if rows < MANY else 64 if source.dtype != torch.float32 else 32
     matrices = sets * tokens
-    row_splits = splits_of(programs * matrices, tiles_of(rows, height)) if x is None else 1
+    row_splits = splits_of(programs * matrices, triton.cdiv(rows, height)) if x is None else 1
     splits = matrices * row_splits if x is None else splits_of(programs, matrices)
-    parts = (programs, *positions.shape), (splits, axes, *angular.shape), (splits, *basis.shape)
+    parts = (programs, *positions.shape), (splits, of.axes, *angular.shape), (splits, *basis.shape)
+    copy_rest(source, out, of.blocks * of.b)
     return launch(
-        _rotate_by_matrices_kernel, vectors, arguments, heads, sets, programs, splits, [blocks, row_splits],
-        parts, wanted, BACK=x is not None, AXES_TILE=power_of_two(axes), ROWS=height, **constants,
+        _rotate_kernel, vectors, parameters, heads, sets, programs, splits, [of.blocks, row_splits], parts, wanted,
+        BACK=x is not None, AXES=of.axes, AXES_TILE=triton.next_power_of_2(of.axes), BLOCK=of.b, WIDTH=width,
+        TOGETHER=together, ROWS=height, num_warps=4 if width == 32 else _WIDE_WARPS,
     )  # fmt: skip
 
 
@@ -151,38 +140,6 @@ def _load_frequencies(
 
 @triton.jit(do_not_specialize=VARYING)
 def _rotate_kernel(
-    x, out, positions, coefficients, basis, angular,
-    x_sample, x_head, x_token, out_sample, out_head, out_token,
-    tokens, heads, sets, samples, group, splits, blocks,
-    UNIT: tl.constexpr, TOKENS: tl.constexpr,
-    AXES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
-):  # fmt: skip
-    part, head, tile, set_, split = locate(tl.cdiv(blocks, TOGETHER), heads, tl.cdiv(tokens, TOKENS), sets)
-    first_block = part * TOGETHER
-    token = tile * TOKENS + tl.arange(0, TOKENS)
-    local = tl.arange(0, WIDTH)
-    inward, partner = _load_basis(basis, head, first_block, blocks, BLOCK, WIDTH, TOGETHER)
-    block, real, frequency = _load_frequencies(angular, head, first_block, blocks, local // 2, BLOCK, TOGETHER)
-    along = weighted_positions(
-        positions, coefficients, set_, head, heads, blocks, token, tokens, block, real, AXES, TOKENS, WIDTH
-    )
-    angles = along * frequency[None, :]
-    cos = tl.cos(angles)
-    sin = tl.sin(angles)
-    inside = (token < tokens)[:, None] & real[None, :]
-    channel = (first_block * BLOCK + local)[None, :]
-    first, last = share(split, splits, samples * group)
-    for index in range(first, last):
-        here = offsets(index, token, channel, set_, samples, head, group, x_sample, x_head, x_token, UNIT)
-        there = offsets(index, token, channel, set_, samples, head, group, out_sample, out_head, out_token, UNIT)
-        vectors = tl.load(x + here, mask=inside, other=0.0)
-        rotated = cos * multiply_vectors(vectors, inward) + sin * multiply_vectors(vectors, partner)
-        rotated = multiply(rotated, tl.trans(inward))
-        tl.store(out + there, rotated.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=VARYING)
-def _rotate_by_matrices_kernel(
     source, out, x, positions, coefficients, basis, angular, per_position, per_frequency, per_base,
     source_sample, source_head, source_token, out_sample, out_head, out_token, x_sample, x_head, x_token,
     tokens, heads, sets, samples, group, splits, blocks, row_splits,

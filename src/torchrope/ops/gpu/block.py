@@ -2,18 +2,20 @@
 
 A matrix is loaded once and applied to the vectors of all samples and heads that share it. Many vectors are
 rotated by one product on tensor cores, with small blocks side by side on the diagonal of one tile; for few vectors, or
-block sizes that do not suit tensor cores, each result is a sum over columns.
+blocks too large for that, each result is a sum over columns.
 """
 
 # mypy: allow-untyped-defs
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from torchrope.ops.gpu.launch import (
+    MANY,
     VARYING,
     Vectors,
     copy_rest,
@@ -21,15 +23,13 @@ from torchrope.ops.gpu.launch import (
     locate,
     offsets,
     on_sides,
-    outer_strides,
-    power_of_two,
     rows_of,
     share,
     splits_of,
-    tiles_of,
     upper_index,
 )
 from torchrope.ops.gpu.products import multiply, multiply_vectors, outer_products
+from torchrope.ops.record import specialisation
 from torchrope.tensors import with_batch_dim
 
 # Numbers in the tile of a program that sums over columns.
@@ -40,8 +40,7 @@ _WIDEST = 64
 
 def rotate_block(q: Tensor, k: Tensor, table: Tensor, tangent: Tensor) -> tuple[Tensor, ...]:
     """Multiply blocks of channels by their matrices:  y = R x.  Channels beyond the blocks are unchanged."""
-    matrices = with_batch_dim(table, 6).mT
-    return on_sides(lambda *vectors: _run(vectors, matrices), (q, k))
+    return on_sides(lambda *vectors: _run(vectors, table), (q, k))
 
 
 def rotate_block_backward(
@@ -51,54 +50,54 @@ def rotate_block_backward(
 
     dΩ is the strict upper triangle row by row.
     """
-    matrices, b = with_batch_dim(table, 6), table.shape[-1]
+    b = table.shape[-1]
     shape = *table.shape[:-2], b * (b - 1) // 2
 
     def run(grad: Tensor, out: Tensor, x: Tensor) -> list[Tensor | None]:
-        return _run((grad, out, x if wanted else None), matrices)
+        return _run((grad, out, x if wanted else None), table, True)
 
     return on_sides(run, (q, k), (grad_q, grad_k), [shape], [wanted])
 
 
-def _run(vectors: Vectors, matrices: Tensor) -> list[Tensor | None]:
-    """Multiply by transposed matrices, by programs for tiles of matrices and shares of the rows; for x also sum dΩ."""
+def _run(vectors: Vectors, table: Tensor, back: bool = False) -> list[Tensor | None]:
+    """Multiply by matrices, or back, by programs for tiles of them and shares of the rows; for x also sum dΩ."""
     source, out, x = vectors
-    sets, heads, tokens, blocks, b, _ = matrices.shape
+    matrices = with_batch_dim(table, 6).mT  # contiguous, as exp_generators stores it
+    sets, heads, tokens = matrices.shape[:3]
+    of = specialisation("rotate_block", (source, source, matrices))
+    b, blocks = of.b, of.blocks
     rows = rows_of(source, sets, heads)
-    width = power_of_two(b)
-    narrow = source.element_size() == 2
+    width = triton.next_power_of_2(b)
+    narrow = source.dtype != torch.float32
     constants: dict[str, Any]
-    if rows >= 16 and b <= _WIDEST and (b >= 16 or narrow):
-        kernel, shares = _rotate_products_kernel, tiles_of(rows, 32)
+    if rows >= MANY and b <= _WIDEST:
+        kernel, shares = _rotate_products_kernel, triton.cdiv(rows, 32)
         # 32 channels of 16 bits are two whole sectors of memory; a wider diagonal would hold more zeros.
         width = max(width, 32 if narrow else 16)
         together = min(width // b, blocks)
-        tiles = tokens * tiles_of(blocks, together)
+        tiles = tokens * triton.cdiv(blocks, together)
         constants = dict(ROWS=64 if narrow else 32, num_warps=4)
     else:
         kernel, shares = _rotate_sums_kernel, rows
         together = max(_TILE // width**2, 1)
-        tiles = tiles_of(tokens * blocks, together)
+        tiles = triton.cdiv(tokens * blocks, together)
         constants = dict(num_warps=8 if width > 64 else 4)
     programs = sets * heads * tiles
     splits = splits_of(programs, shares)
-    strides, unit = outer_strides(matrices)
-    constants |= dict(TABLE_UNIT=unit, BLOCK=b, WIDTH=width, TOGETHER=together)
-    arguments = *strides, *matrices.stride()[3:], matrices
+    constants |= dict(BACK=back, BLOCK=b, WIDTH=width, TOGETHER=together)
     part = splits, *matrices.shape[:-2], b * (b - 1) // 2
     copy_rest(source, out, blocks * b)
     return launch(
-        kernel, vectors, arguments, heads, sets, programs, splits, [blocks], [part],
-        [x is not None], **constants,
+        kernel, vectors, [matrices], heads, sets, programs, splits, [blocks], [part], [x is not None], **constants
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _rotate_products_kernel(
-    source, out, x, r_set, r_head, r_token, r_block, r_row, r_column, table, tangent,
+    source, out, x, table, tangent,
     source_sample, source_head, source_token, out_sample, out_head, out_token, x_sample, x_head, x_token,
     tokens, heads, sets, samples, group, splits, blocks,
-    UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr,
+    BACK: tl.constexpr, UNIT: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     part, head, token, set_, split = locate(tl.cdiv(blocks, TOGETHER), heads, tokens, sets)
@@ -107,9 +106,10 @@ def _rotate_products_kernel(
     slot = local // BLOCK
     is_rotated = (slot < TOGETHER) & (first_block + slot < blocks)
     in_block = is_rotated[:, None] & (slot[:, None] == slot[None, :])
-    row_of_matrix = (first_block + slot) * r_block + local % BLOCK * r_row
-    at = table + _matrix_offset(set_, head, token, r_set, r_head, r_token, TABLE_UNIT)
-    matrix = tl.load(at + row_of_matrix[:, None] + (local % BLOCK * r_column)[None, :], mask=in_block, other=0.0)
+    row = (local % BLOCK)[:, None]
+    column = (local % BLOCK)[None, :]
+    block = ((tl.cast(set_, tl.int64) * heads + head) * tokens + token) * blocks + first_block + slot[:, None]
+    matrix = tl.load(table + _entries(block, row, column, BACK, BLOCK), mask=in_block, other=0.0)
     first, last = share(split, splits, samples * group)
     outer = multiply_rows(
         source, out, x, first, last, set_, samples, head, group, token,
@@ -119,8 +119,6 @@ def _rotate_products_kernel(
     if tangent is not None:
         outer = multiply(outer, tl.trans(matrix))  # sum dy y^T
         outer = outer - tl.trans(outer)
-        row = (local % BLOCK)[:, None]
-        column = (local % BLOCK)[None, :]
         cell = ((tl.cast(split * sets + set_, tl.int64) * heads + head) * tokens + token) * blocks + first_block
         cell = cell + slot[:, None]
         at = tangent + cell * (BLOCK * (BLOCK - 1) // 2) + upper_index(row, column, BLOCK)
@@ -128,9 +126,12 @@ def _rotate_products_kernel(
 
 
 @triton.jit
-def _matrix_offset(set_, head, token, r_set, r_head, r_token, UNIT: tl.constexpr):
-    in_set = tl.cast(head, tl.int64) * r_head + tl.cast(token, tl.int64) * r_token
-    return (tl.cast(set_, tl.int64) * r_set + in_set) * UNIT
+def _entries(block, row, column, BACK: tl.constexpr, BLOCK: tl.constexpr):
+    """Compute offsets of entries of R^T, or of R if BACK, in blocks that are stored as R^T."""
+    if BACK:
+        return block * (BLOCK * BLOCK) + column * BLOCK + row
+    else:
+        return block * (BLOCK * BLOCK) + row * BLOCK + column
 
 
 @triton.jit
@@ -159,10 +160,10 @@ def multiply_rows(
 
 @triton.jit(do_not_specialize=VARYING)
 def _rotate_sums_kernel(
-    source, out, x, r_set, r_head, r_token, r_block, r_row, r_column, table, tangent,
+    source, out, x, table, tangent,
     source_sample, source_head, source_token, out_sample, out_head, out_token, x_sample, x_head, x_token,
     tokens, heads, sets, samples, group, splits, blocks,
-    UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
+    BACK: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     _, head, tile, set_, split = locate(1, heads, tl.cdiv(tokens * blocks, TOGETHER), sets)
     index = tile * TOGETHER + tl.arange(0, TOGETHER)
@@ -173,8 +174,9 @@ def _rotate_sums_kernel(
     row_of_matrix = local[None, :, None]
     column = local[None, None, :]
     in_block = real[:, None, None] & (row_of_matrix < BLOCK) & (column < BLOCK)
-    at = table + _matrix_offset(set_, head, token, r_set, r_head, r_token, TABLE_UNIT) + block * r_block
-    matrix = tl.load(at[:, None, None] + row_of_matrix * r_row + column * r_column, mask=in_block, other=0.0)
+    cell = ((tl.cast(set_, tl.int64) * heads + head) * tokens + token) * blocks + block
+    at = table + _entries(cell[:, None, None], row_of_matrix, column, BACK, BLOCK)
+    matrix = tl.load(at, mask=in_block, other=0.0)
     inside = real[:, None] & (local < BLOCK)[None, :]
     channel = (block * BLOCK)[:, None] + local[None, :]
     skew = tl.zeros((TOGETHER, WIDTH, WIDTH), tl.float32)  # sum dy y^T - y dy^T

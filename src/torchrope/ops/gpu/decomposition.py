@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchrope.ops.gpu.launch import on_device_of, power_of_two
+from torchrope.ops.gpu.launch import on_device_of, plain
 
 # Remaining squared entries between planes, relative to all: far below float32's resolution.
 _RESIDUE = 1e-20
@@ -28,11 +28,11 @@ def skew_eig(base: Tensor) -> tuple[Tensor, Tensor]:
     basis = torch.empty(base.shape, dtype=base.dtype, device=base.device)
     angular = torch.empty(*base.shape[:-2], b // 2, dtype=base.dtype, device=base.device)
     work = torch.empty(2, count, b, b, dtype=torch.float64, device=base.device)
-    planes = power_of_two(b // 2)
+    planes = triton.next_power_of_2(b // 2)
     with on_device_of(base):
         _decompose_kernel[(count,)](
-            base.contiguous(), work[0], work[1], basis, angular,
-            BLOCK=b, WIDTH=power_of_two(b), PLANES=planes, PAIRS=max(planes // 2, 1),
+            plain(base), work[0], work[1], basis, angular,
+            BLOCK=b, WIDTH=triton.next_power_of_2(b), PLANES=planes, PAIRS=max(planes // 2, 1),
             RESIDUE=_RESIDUE, SWEEPS=_SWEEPS, num_warps=1 if b <= 16 else 4,
         )  # fmt: skip
     return basis, angular

@@ -14,21 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchrope.ops.gpu.launch import (
-    VARYING,
-    locate,
-    on_device_of,
-    power_of_two,
-    share,
-    splits_of,
-    tiles_of,
-    upper_index,
-)
+from torchrope.ops.gpu.launch import VARYING, on_device_of, plain, upper_index
 from torchrope.ops.gpu.products import multiply
-from torchrope.tensors import with_batch_dim
-
-# Tokens and numbers in the tile of a program that sums over tokens.
-_TOKENS, _COLUMNS = 16, 128
+from torchrope.tensors import exact_einsum, with_batch_dim
 
 
 def exp_generators(positions: Tensor, generators: Tensor) -> Tensor:
@@ -38,7 +26,7 @@ def exp_generators(positions: Tensor, generators: Tensor) -> Tensor:
     """
     (*sets, tokens, _), (_, heads, blocks, b, _) = positions.shape, generators.shape
     table = torch.empty(*sets, heads, tokens, blocks, b, b, dtype=torch.float32, device=generators.device)
-    _run(with_batch_dim(positions, 3), generators.mT, table, None, None, None)
+    _run(with_batch_dim(positions, 3), generators.mT, table, None, None)
     return table.mT
 
 
@@ -50,11 +38,17 @@ def exp_generators_backward(
     With M the skew matrix of half the tangent and J the integral of e^-uG M e^uG over u in [0, 1], the gradients
     are  dA_a = sum_tokens p_a J  and  dp_a = <A_a, J>.
     """
-    sets, upper = with_batch_dim(positions, 3), torch.empty_like(d_tangent, memory_format=torch.contiguous_format)
-    per_position = upper.new_empty(*upper.shape[:-1], sets.shape[-1]) if wanted else None
-    _run(sets, generators, None, d_tangent.contiguous(), upper, per_position)
-    d_positions = upper.new_empty(0) if per_position is None else per_position.sum(dim=(-4, -2))
-    return d_positions, _skew(_sum_over_tokens(sets.contiguous(), with_batch_dim(upper, 5)), generators.shape[-1])
+    upper, b = torch.empty_like(d_tangent, memory_format=torch.contiguous_format), generators.shape[-1]
+    _run(with_batch_dim(positions, 3), generators, None, plain(d_tangent), upper)
+    of_sets, rows, columns = with_batch_dim(upper, 5), *torch.triu_indices(b, b, 1, device=upper.device)
+    above = rows * b + columns
+    sums = exact_einsum("sta,shtne->ahne", with_batch_dim(positions, 3).float(), of_sets)
+    square = sums.new_zeros(*sums.shape[:-1], b * b).index_copy_(-1, above, sums).unflatten(-1, (b, b))
+    if not wanted:
+        return upper.new_empty(0), square - square.mT
+    entries = generators.float().flatten(-2).index_select(-1, above)
+    d_positions = 2 * exact_einsum("shtne,ahne->sta", of_sets, entries)
+    return d_positions.view(positions.shape), square - square.mT
 
 
 def skew_exp(exponents: Tensor) -> Tensor:
@@ -71,45 +65,21 @@ def skew_exp_backward(exponents: Tensor, d_tangent: Tensor) -> Tensor:
 def _run(positions: Tensor, generators: Tensor, *arguments: Tensor | None) -> None:
     """Run by programs for tiles of matrices: small ones are packed on the diagonal of one tile, up to 16 rows."""
     (sets, tokens, axes), (_, heads, blocks, b, _) = positions.shape, generators.shape
-    width, matrices = max(power_of_two(b), 16), sets * heads * tokens * blocks
+    width, matrices = max(triton.next_power_of_2(b), 16), sets * heads * tokens * blocks
     together = width // b
     with on_device_of(generators):
-        _exp_kernel[(tiles_of(matrices, together),)](
-            positions.contiguous(), generators.contiguous(), *arguments, tokens, heads, blocks, matrices,
+        _exp_kernel[(triton.cdiv(matrices, together),)](
+            plain(positions), plain(generators), *arguments, tokens, heads, blocks, matrices,
             AXES=axes, BLOCK=b, WIDTH=width, TOGETHER=together, num_warps={16: 1, 32: 2, 64: 4}[width],
         )  # fmt: skip
 
 
-def _sum_over_tokens(positions: Tensor, upper: Tensor) -> Tensor:
-    """Compute sum_tokens p_a J, `(axes, heads, blocks, b (b - 1) / 2)`."""
-    sets, heads, tokens, blocks, entries = upper.shape
-    axes = positions.shape[-1]
-    columns = blocks * entries
-    programs = tiles_of(columns, _COLUMNS) * heads * axes
-    parts = splits_of(programs, tiles_of(sets * tokens, _TOKENS))
-    sums = torch.empty(parts, axes, heads, blocks, entries, dtype=torch.float32, device=upper.device)
-    with on_device_of(upper):
-        _sum_kernel[(programs * parts,)](
-            positions, upper, sums, sets * tokens, tokens, heads, axes, columns, parts,
-            TOKENS=_TOKENS, COLUMNS=_COLUMNS, num_warps=4,
-        )  # fmt: skip
-    return sums.sum(dim=0)
-
-
-def _skew(upper: Tensor, b: int) -> Tensor:
-    """Build skew blocks `(..., b, b)` from their strict upper triangles."""
-    rows, columns = torch.triu_indices(b, b, 1, device=upper.device)
-    flat = upper.new_zeros(*upper.shape[:-1], b * b).index_copy_(-1, rows * b + columns, upper)
-    square = flat.unflatten(-1, (b, b))
-    return square - square.mT
-
-
 @triton.jit(do_not_specialize=VARYING)
 def _exp_kernel(
-    positions, generators, table, tangent, upper, per_position, tokens, heads, blocks, matrices,
+    positions, generators, table, tangent, upper, tokens, heads, blocks, matrices,
     AXES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Store the table; or for a tangent J above the diagonal, and the gradients to positions if asked for."""
+    """Store the table; or for a tangent J above the diagonal."""
     slot = tl.arange(0, WIDTH) // BLOCK
     local = tl.arange(0, WIDTH) % BLOCK
     row = local[:, None]
@@ -153,17 +123,6 @@ def _exp_kernel(
     if tangent is not None:
         integral = tl.where(finite[:, None], integral, float("nan"))
         tl.store(upper + at, integral, mask=above)
-    if per_position is not None:
-        index = tl.arange(0, WIDTH)
-        for axis in tl.static_range(AXES):
-            generator = tl.load(
-                generators + axis * axis_size + (cell * BLOCK + row) * BLOCK + column, mask=same, other=0.0
-            )
-            of_row = tl.sum(generator * integral, axis=1)
-            of_slot = tl.sum(tl.where(slot[:, None] == index[None, :], of_row[:, None], 0.0), axis=0)
-            matrix_of_slot = tl.cast(tl.program_id(0), tl.int64) * TOGETHER + index
-            kept = (index < TOGETHER) & (matrix_of_slot < matrices)
-            tl.store(per_position + matrix_of_slot * AXES + axis, of_slot, mask=kept)
 
 
 @triton.jit
@@ -208,23 +167,3 @@ def _small_exp(exponent):
     even = square * (1 / 2) + (fourth * (1 / 24) + multiply(fourth, square * (1 / 720) + fourth * (1 / 40320)))
     odd = square * (1 / 6) + (fourth * (1 / 120) + multiply(fourth, square * (1 / 5040) + fourth * (1 / 362880)))
     return small, small + (even + multiply(small, odd)), levels
-
-
-@triton.jit(do_not_specialize=VARYING)
-def _sum_kernel(
-    positions, upper, sums, rows, tokens, heads, axes, columns, splits, TOKENS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    """Compute sum_tokens p_a J of some columns, one head, one axis and a share of the tokens."""
-    tiles = tl.cdiv(columns, COLUMNS)
-    tile, axis, head, _, split = locate(tiles, axes, heads, 1)
-    column = tile * COLUMNS + tl.arange(0, COLUMNS)
-    first, last = share(split, splits, rows)
-    total = tl.zeros((TOKENS, COLUMNS), tl.float32)
-    for begin in range(first, last, TOKENS):
-        row = begin + tl.arange(0, TOKENS)
-        position = tl.load(positions + row * axes + axis, mask=row < last, other=0.0)
-        cell = tl.cast(row // tokens * heads + head, tl.int64) * tokens + row % tokens
-        inside = (row < last)[:, None] & (column < columns)[None, :]
-        total += position[:, None] * tl.load(upper + cell[:, None] * columns + column[None, :], mask=inside, other=0.0)
-    cell = tl.cast((split * axes + axis) * heads + head, tl.int64)
-    tl.store(sums + cell * columns + column, tl.sum(total, axis=0), mask=column < columns)

@@ -1,9 +1,13 @@
-"""Shared code of the kernels: launches on q and k, sums over programs, and which rows a program computes."""
+"""Shared code of the kernels: launches on q and k, sums over programs, and which rows a program computes.
+
+Constants of a launch follow from the fields of a `torchrope.ops.record.Specialisation` and from whether few or many
+vectors share a rotation: strides, addresses and dtypes that would change them are changed by a copy.
+"""
 
 # mypy: allow-untyped-defs
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import gcd
 from typing import Any
 
@@ -12,18 +16,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchrope.tensors import contiguous_channels, empty_rows
+from torchrope.tensors import empty_rows
 
 # Maximum number of programs: several per multiprocessor of large GPUs. Further work is a loop inside a program.
 PROGRAMS = 4096
+# Vectors that share a rotation are many from here on.
+MANY = 17
+_splits = True
 
 # Sizes that differ between calls. Triton would compile anew for those equal to 1 or divisible by 16.
-SIZES = ("tokens", "heads", "sets", "samples", "group", "splits", "row_splits", "matrices", "rows")
+SIZES = ("tokens", "heads", "sets", "samples", "group", "splits", "row_splits", "matrices", "blocks")
 STRIDES = tuple(f"{x}_{dim}" for x in ("source", "out", "x") for dim in ("sample", "head", "token"))
 Vectors = tuple[Tensor, Tensor, Tensor | None]
 """What a kernel reads, `(batch, heads, tokens, channels)`, what it writes, and in a backward pass x if it is needed."""
 
-VARYING = [*SIZES, *STRIDES, "r_set", "r_head", "r_token"]
+VARYING = [*SIZES, *STRIDES]
 """Arguments of kernels that Triton must not specialise on; never tensors, whose alignment speeds up accesses."""
 
 
@@ -46,10 +53,10 @@ def on_sides(
     """Rotate q and k, or gradients back, by `run(vectors, out, x or None)`; sum its gradients to the parameters."""
     outputs, gradients = [], []
     for side, vectors in enumerate(sides):
-        x = contiguous_channels(vectors)
+        x = _in_units(vectors)
         outputs.append(out := empty_rows(x))
         if x.numel():
-            gradients.append(run(x, out, None) if grads is None else run(contiguous_channels(grads[side]), out, x))
+            gradients.append(run(x, out, None) if grads is None else run(_in_units(grads[side]), out, x))
 
     def total(index: int, shape: Sequence[int], needed: bool) -> Tensor:
         terms = [x for x in (gradient[index] for gradient in gradients) if needed and x is not None]
@@ -63,7 +70,7 @@ def on_sides(
 def launch(
     kernel: Any,
     vectors: Sequence[Tensor | None],
-    arguments: Sequence[Any],
+    arguments: Sequence[Tensor | None],
     heads: int,
     sets: int,
     programs: int,
@@ -84,12 +91,14 @@ def launch(
         source.new_empty(shape, dtype=torch.float32) if needed else None
         for needed, shape in zip(wanted, parts, strict=True)
     ]
-    strides, unit = outer_strides(source, *rest)
+    unit = _unit(source)
+    strides = [stride // unit for x in vectors for stride in _outer_strides(x)]
+    parameters = [None if x is None else plain(x) for x in arguments]
     batch, heads_of_vectors, tokens, _ = source.shape
     shared = tokens, heads, sets, batch // sets, heads_of_vectors // heads, splits
     with on_device_of(source):
         kernel[(programs * splits,)](
-            source, *rest, *arguments, *stored, *strides, *shared, *sizes, UNIT=unit, **constants
+            source, *rest, *parameters, *stored, *strides, *shared, *sizes, UNIT=unit, **constants
         )
     return [x if x is None else x[0] if len(x) == 1 else x.sum(dim=0) for x in stored]
 
@@ -100,18 +109,32 @@ def on_device_of(x: Tensor) -> AbstractContextManager:
     return torch.cuda.device(x.device) if must_switch else nullcontext()
 
 
-def outer_strides(*tensors: Tensor | None) -> tuple[list[int], int]:
-    """Return the strides of samples, heads and tokens of each tensor in units, 0 for None, and the unit.
+def _unit(x: Tensor) -> int:
+    """Return what strides of vectors are counted in: a kernel multiplies by it, so the compiler knows alignments."""
+    return gcd(16, x.shape[-1])
 
-    The unit is the largest of 16, 8, 4, 2 and 1 that divides all of them. A kernel multiplies by it as a constant, so
-    that the compiler knows the alignment of vectors whatever the number of tokens.
-    """
-    strides: list[int] = []
-    for x in tensors:
-        axes = () if x is None else zip(x.shape[:3], x.stride(), strict=False)
-        strides += [0 if size == 1 else stride for size, stride in axes] or [0, 0, 0]
-    unit = gcd(16, *strides)
-    return [stride // unit for stride in strides], unit
+
+def _outer_strides(x: Tensor | None) -> list[int]:
+    """Return the strides of samples, heads and tokens, 0 where nothing depends on them."""
+    if x is None:
+        return [0, 0, 0]
+    return [0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride(), strict=False)]
+
+
+def _in_units(x: Tensor) -> Tensor:
+    """Return vectors whose strides are multiples of the unit, with adjacent channels; copied if they are not."""
+    fits = x.stride(-1) == 1 and not any(stride % _unit(x) for stride in _outer_strides(x))
+    return _aligned(x) if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Return x at an address that is a multiple of 16, as that of a new tensor: Triton compiles for either."""
+    return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % 16 else x
+
+
+def plain(x: Tensor) -> Tensor:
+    """Return numbers as kernels read them: float32, contiguous and aligned."""
+    return _aligned(x.to(torch.float32).contiguous())
 
 
 def rows_of(x: Tensor, sets: int, heads: int) -> int:
@@ -121,17 +144,19 @@ def rows_of(x: Tensor, sets: int, heads: int) -> int:
 
 def splits_of(programs: int, rows: int, most: int = PROGRAMS) -> int:
     """Return into how many programs to split the `rows` of each of `programs` programs, for about `most` in all."""
-    return max(1, min(rows, most // max(programs, 1)))
+    splits = max(1, min(rows, most // max(programs, 1))) if _splits else 1
+    return triton.cdiv(rows, triton.cdiv(rows, splits)) if rows else 1  # none without rows
 
 
-def power_of_two(size: int) -> int:
-    """Return the next power of two: Triton's tiles have no other sizes."""
-    return 1 << (size - 1).bit_length()
-
-
-def tiles_of(size: int, tile: int) -> int:
-    """Return how many tiles cover a size."""
-    return -(-size // tile)
+@contextmanager
+def in_one_program() -> Iterator[None]:
+    """Give all rows to one program, to verify its loop: by default few rows are a program each."""
+    global _splits
+    _splits = False
+    try:
+        yield
+    finally:
+        _splits = True
 
 
 def copy_rest(x: Tensor, out: Tensor, rotary_dim: int) -> None:
@@ -176,18 +201,3 @@ def offsets(
 def upper_index(row, column, BLOCK: tl.constexpr):
     """Index of an entry above the diagonal, row by row."""
     return row * (2 * BLOCK - row - 1) // 2 + column - row - 1
-
-
-@triton.jit
-def weighted_positions(
-    positions, factors, set_, head, heads, columns, token, tokens, column, real,
-    AXES: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Compute  sum_a p_a f_a  for the tokens and columns of a tile, one head and set of positions [TOKENS, COLUMNS]."""
-    total = tl.zeros((TOKENS, COLUMNS), tl.float32)
-    for axis in tl.static_range(AXES):
-        cell = tl.cast(set_, tl.int64) * tokens + token
-        position = tl.load(positions + cell * AXES + axis, mask=token < tokens, other=0.0)
-        factor = tl.load(factors + (axis * heads + head) * columns + column, mask=real, other=0.0)
-        total += position[:, None] * factor[None, :]
-    return total

@@ -15,17 +15,16 @@ from torch import Tensor
 
 from torchrope.ops.gpu.launch import (
     VARYING,
+    copy_rest,
     launch,
     locate,
     offsets,
     on_sides,
-    power_of_two,
     rows_of,
     share,
     splits_of,
-    tiles_of,
-    weighted_positions,
 )
+from torchrope.ops.record import specialisation
 from torchrope.tensors import with_batch_dim
 
 TILE, WARPS, STAGES, PROGRAMS = 1024, 2, 3, 1056
@@ -56,24 +55,25 @@ def _on_side(
     wanted: Sequence[bool], positions: Tensor, frequencies: Tensor, table: Tensor | None, interleaved: bool
 ) -> Callable[..., list[Tensor | None]]:
     """Return a function that rotates a side, or its gradient back, for `on_sides`."""
-    positions, frequencies = with_batch_dim(positions, 3).contiguous(), frequencies.contiguous()
-    (sets, tokens, axes), (_, heads, pairs) = positions.shape, frequencies.shape
-    table = None if axes or table is None else table.contiguous()
+    positions = with_batch_dim(positions, 3)
+    (sets, tokens, axes), heads = positions.shape, frequencies.shape[1]
+    table = None if axes else table
 
     def run(source: Tensor, out: Tensor, x: Tensor | None) -> list[Tensor | None]:
-        channels = source.shape[-1]
-        width = power_of_two(max(channels, 2))
+        of = specialisation("rotate_planar", (source, source, positions, frequencies), not interleaved)
+        width = triton.next_power_of_2(2 * of.blocks)
         height = max(TILE // width, 1)
-        tiles = tiles_of(tokens, height)
+        tiles = triton.cdiv(tokens, height)
         programs = tiles * heads * sets
         splits = splits_of(programs, rows_of(source, sets, heads), PROGRAMS)
         angle_parts = (splits * heads, *positions.shape), (splits * sets * tiles, *frequencies.shape)
+        copy_rest(source, out, 2 * of.blocks)
         return launch(
             _rotate_kernel, (source, out, x if any(wanted) else None), (positions, frequencies, table), heads, sets,
             programs,
             splits, (), angle_parts, wanted,
-            BACK=x is not None, HALVES=not interleaved, AXES=axes, TOKENS=height, WIDTH=width // 2,
-            PAIRS=pairs, CHANNELS=channels, STAGES=STAGES, num_warps=WARPS,
+            BACK=x is not None, HALVES=of.halves, AXES=of.axes, TOKENS=height, WIDTH=width // 2,
+            PAIRS=of.blocks, STAGES=STAGES, num_warps=WARPS,
         )  # fmt: skip
 
     return run
@@ -85,29 +85,26 @@ def _rotate_kernel(
     source_sample, source_head, source_token, out_sample, out_head, out_token, x_sample, x_head, x_token,
     tokens, heads, sets, samples, group, splits,
     BACK: tl.constexpr, UNIT: tl.constexpr, HALVES: tl.constexpr, AXES: tl.constexpr,
-    TOKENS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, CHANNELS: tl.constexpr, STAGES: tl.constexpr,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rotate source; if BACK source is the gradient and x, if needed, what was rotated.
-
-    A tile holds the first and the second channel of each pair [TOKENS, WIDTH], then channels that are not rotated.
-    """
+    """Rotate source; if BACK source is the gradient and x, if needed, what was rotated: tiles [TOKENS, WIDTH]."""
     _, head, tile, set_, split = locate(1, heads, tl.cdiv(tokens, TOKENS), sets)
     token = tile * TOKENS + tl.arange(0, TOKENS)
-    real = (token < tokens)[:, None]
     pair = tl.arange(0, WIDTH)
-    is_rotated = (pair < PAIRS)[None, :]
-    first, second, has_first, has_second = _channels(pair[None, :], HALVES, PAIRS, CHANNELS)
-    inside_first = real & has_first
-    inside_second = real & has_second
+    is_rotated = pair < PAIRS
+    inside = (token < tokens)[:, None] & is_rotated[None, :]
     if AXES == 0:
         row = (tl.cast(set_, tl.int64) * heads + head) * tokens + token
         entry = table + 2 * PAIRS * row[:, None] + pair[None, :]
-        cos = tl.load(entry, mask=real & is_rotated, other=1.0)
-        sin = tl.load(entry + PAIRS, mask=real & is_rotated, other=0.0)
+        cos = tl.load(entry, mask=inside, other=1.0)
+        sin = tl.load(entry + PAIRS, mask=inside, other=0.0)
     else:
-        angles = weighted_positions(
-            positions, frequencies, set_, head, heads, PAIRS, token, tokens, pair, pair < PAIRS, AXES, TOKENS, WIDTH
-        )
+        angles = tl.zeros((TOKENS, WIDTH), tl.float32)
+        for axis in tl.static_range(AXES):
+            cell = tl.cast(set_, tl.int64) * tokens + token
+            position = tl.load(positions + cell * AXES + axis, mask=token < tokens, other=0.0)
+            frequency = tl.load(frequencies + (axis * heads + head) * PAIRS + pair, mask=is_rotated, other=0.0)
+            angles += position[:, None] * frequency[None, :]
         cos = tl.cos(angles)
         sin = tl.sin(angles)
     if BACK:
@@ -117,26 +114,20 @@ def _rotate_kernel(
     for row in tl.range(begin, end, num_stages=STAGES):
         here = offsets(row, token, 0, set_, samples, head, group, source_sample, source_head, source_token, UNIT)
         there = offsets(row, token, 0, set_, samples, head, group, out_sample, out_head, out_token, UNIT)
-        u, v = _load(source + here, first, second, inside_first, inside_second, real, HALVES, TOKENS, WIDTH, CHANNELS)
-        turned_u = tl.where(is_rotated, cos * u - sin * v, u)
-        turned_v = tl.where(is_rotated, sin * u + cos * v, v)
-        _store(
-            out + there, turned_u, turned_v, first, second, inside_first, inside_second, real,
-            HALVES, TOKENS, WIDTH, CHANNELS,
-        )  # fmt: skip
+        u, v = _load(source + here, token, tokens, HALVES, WIDTH, PAIRS)
+        turned_u = cos * u - sin * v
+        turned_v = sin * u + cos * v
+        _store(out + there, turned_u, turned_v, token, tokens, HALVES, WIDTH, PAIRS)
         if per_position is not None or per_frequency is not None:
             origin = offsets(row, token, 0, set_, samples, head, group, x_sample, x_head, x_token, UNIT)
-            x_u, x_v = _load(
-                x + origin, first, second, inside_first, inside_second, real, HALVES, TOKENS, WIDTH, CHANNELS
-            )
+            x_u, x_v = _load(x + origin, token, tokens, HALVES, WIDTH, PAIRS)
             grad_angles += turned_v * x_u - turned_u * x_v
 
-    grad_angles = tl.where(is_rotated, grad_angles, 0.0)  # also of channels that are infinite or NaN
     wide = tl.cast(split, tl.int64)
     tiles = tl.cdiv(tokens, TOKENS)
     if per_position is not None:
         for axis in tl.static_range(AXES):
-            frequency = tl.load(frequencies + (axis * heads + head) * PAIRS + pair, mask=pair < PAIRS, other=0.0)
+            frequency = tl.load(frequencies + (axis * heads + head) * PAIRS + pair, mask=is_rotated, other=0.0)
             total = tl.sum(frequency[None, :] * grad_angles, axis=1)
             cell = ((wide * heads + head) * sets + set_) * tokens + token
             tl.store(per_position + cell * AXES + axis, total, mask=token < tokens)
@@ -146,49 +137,35 @@ def _rotate_kernel(
             position = tl.load(positions + cell * AXES + axis, mask=token < tokens, other=0.0)
             total = tl.sum(position[:, None] * grad_angles, axis=0)
             cell = (((wide * sets + set_) * tiles + tile) * AXES + axis) * heads + head
-            tl.store(per_frequency + cell * PAIRS + pair, total, mask=pair < PAIRS)
+            tl.store(per_frequency + cell * PAIRS + pair, total, mask=is_rotated)
 
 
 @triton.jit
-def _channels(pair, HALVES: tl.constexpr, PAIRS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Return the first and second channels of pairs, from PAIRS on those not rotated, and whether they exist."""
-    if HALVES:
-        REST: tl.constexpr = (CHANNELS - 2 * PAIRS + 1) // 2
-        first = tl.where(pair < PAIRS, pair, pair + PAIRS)
-        second = tl.where(pair < PAIRS, pair + PAIRS, pair + PAIRS + REST)
-        return first, second, pair < PAIRS + REST, pair < CHANNELS - PAIRS - REST
-    else:
-        return 2 * pair, 2 * pair + 1, 2 * pair < CHANNELS, 2 * pair + 1 < CHANNELS
-
-
-@triton.jit
-def _load(
-    vectors, first, second, inside_first, inside_second, real,
-    HALVES: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
+def _load(vectors, token, tokens, HALVES: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr):
     """Load the two channels u, v of each pair in float32; adjacent channels at once."""
     if HALVES:
-        u = tl.load(vectors + first, mask=inside_first, other=0.0)
-        v = tl.load(vectors + second, mask=inside_second, other=0.0)
+        pair = tl.arange(0, WIDTH)[None, :]
+        inside = (token < tokens)[:, None] & (pair < PAIRS)
+        u = tl.load(vectors + pair, mask=inside, other=0.0)
+        v = tl.load(vectors + PAIRS + pair, mask=inside, other=0.0)
     else:
         channel = tl.arange(0, 2 * WIDTH)[None, :]
-        inside = real & (channel < CHANNELS)
+        inside = (token < tokens)[:, None] & (channel < 2 * PAIRS)
         both = tl.load(vectors + channel, mask=inside, other=0.0)
-        u, v = tl.split(tl.reshape(both, (TOKENS, WIDTH, 2)))
+        u, v = tl.split(tl.reshape(both, (token.shape[0], WIDTH, 2)))
     return u.to(tl.float32), v.to(tl.float32)
 
 
 @triton.jit
-def _store(
-    vectors, u, v, first, second, inside_first, inside_second, real,
-    HALVES: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
+def _store(vectors, u, v, token, tokens, HALVES: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr):
     u = u.to(vectors.dtype.element_ty)
     v = v.to(vectors.dtype.element_ty)
     if HALVES:
-        tl.store(vectors + first, u, mask=inside_first)
-        tl.store(vectors + second, v, mask=inside_second)
+        pair = tl.arange(0, WIDTH)[None, :]
+        inside = (token < tokens)[:, None] & (pair < PAIRS)
+        tl.store(vectors + pair, u, mask=inside)
+        tl.store(vectors + PAIRS + pair, v, mask=inside)
     else:
         channel = tl.arange(0, 2 * WIDTH)[None, :]
-        inside = real & (channel < CHANNELS)
-        tl.store(vectors + channel, tl.reshape(tl.join(u, v), (TOKENS, 2 * WIDTH)), mask=inside)
+        inside = (token < tokens)[:, None] & (channel < 2 * PAIRS)
+        tl.store(vectors + channel, tl.reshape(tl.join(u, v), (token.shape[0], 2 * WIDTH)), mask=inside)
