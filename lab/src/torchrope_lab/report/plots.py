@@ -201,8 +201,8 @@ class _Chart:
         ticks: Spec = {"tickMinStep": 1} if all(float(value).is_integer() for value in numbers) else {}
         if kind == "lines" and part == "x" and len(set(numbers)) <= 8:
             ticks |= {"values": sorted(set(numbers)), "format": ".6~g"}
-        stacked = {"stack": None} if kind == "bars" and part == self.along else {}
-        return {**channel, "scale": {"zero": kind == "bars" or axis.zero}, "axis": ticks, **stacked}
+        scale = {"zero": kind == "bars" or axis.zero, "padding": 0 if axis.zero or kind != "points" else 5}
+        return {**channel, "scale": scale, "axis": ticks, "stack": None}
 
     def _angle(self, part: str) -> int:
         """Return the angle of names below an axis: slanted if they do not fit beside each other."""
