@@ -1,4 +1,5 @@
-# make demo   the main job on the embedded data        make check   lint, types, architecture
+# make demo   moving digits: a learned table against rotary encodings, five minutes
+# make check  lint, types, architecture
 # make test   the tests                                make slow    those that take long, and sanitize
 # make sanitize  the kernels for CPUs under AddressSanitizer and UndefinedBehaviorSanitizer
 # make readme the README's table, from the committed leaderboard

@@ -1,4 +1,4 @@
-"""Draw the figures of concepts.md, mathematics.md and probes.md: `python docs/figures.py` writes docs/figures/*.svg.
+"""Draw the figures of the README and of pages in docs/: `python docs/figures.py` writes docs/figures/*.svg.
 
 Plain SVG, the same text every time. Colours follow the page: light where it is light, dark where it is dark.
 """
@@ -356,6 +356,28 @@ def probes() -> str:
     return _svg(width, height, "Share explained in percent, encodings in rows, abilities in columns", parts)
 
 
+def demo() -> str:
+    """Accuracy and cost of the encodings in the committed comparison of `make demo`, and one of its clips."""
+    found = json.loads((RESULTS.parent / "demo/results.json").read_text(encoding="utf-8"))["findings"]
+    clip = found["pictures"][0]["rows"][0]
+    image = f'<image x="8" y="30" width="176" height="35" href="data:image/png;base64,{clip["image"]}"/>'
+    parts = [_text(8, 20, f"clip of the class “{clip['title']}”", "small"), image]
+    left, width, cost = 270.0, 200.0, 600.0
+    parts += [_text(left, 20, "accuracy, %", "small"), _text(cost, 20, "training step, × learned", "small")]
+    for line, row in enumerate(found["tables"][0]["rows"]):
+        y, look = 44 + 24 * line, COLOURS[line % 3]
+        parts.append(_text(left - 8, y + 4, row["name"], "end"))
+        low, value, high = (left + width * row[key] / 100 for key in ("low", "top1", "high"))
+        parts += [_line(left, y, left + width, y, "frame"), _line(low, y, high, y, f"line {look}")]
+        accuracy = f"{row['top1']:.1f} [{row['low']:.1f}, {row['high']:.1f}]"
+        ratio = f"{row['ratio']:.2f} [{row['ratio_low']:.2f}, {row['ratio_high']:.2f}]"
+        parts += [_dot(value, y, 4, f"{look}-fill"), _text(left + width + 10, y + 4, accuracy, "small")]
+        parts.append(_text(cost, y + 4, ratio, "small"))
+    bottom = 44 + 24 * len(found["tables"][0]["rows"])
+    parts += [_text(left + width * share / 100, bottom, f"{share}", "small middle") for share in (0, 50, 100)]
+    return _svg(740, bottom + 8, "Accuracy with 95 % intervals, and cost, of three encodings on moving digits", parts)
+
+
 def _svg(width: int, height: int, title: str, parts: Iterable[str]) -> str:
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
@@ -392,6 +414,7 @@ FIGURES = {
     "orders": orders,
     "places": places,
     "probes": probes,
+    "demo": demo,
 }
 
 if __name__ == "__main__":

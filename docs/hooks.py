@@ -30,7 +30,7 @@ from torchrope_lab.report.page import write_report
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
 SIGNATURES = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/signatures.py")))
-WITH_PAGE = ("studies", "kanji", "digits")
+WITH_PAGE = ("studies", "kanji", "digits", "demo")
 """Folders of results that have a page on the site."""
 PAGES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 """Pages of the site that are files beside docs/."""

@@ -14,14 +14,8 @@ ROOT = Path(__file__).parents[2]
 def test_trained_vit_is_swapped_and_fine_tuned(tmp_path: Path) -> None:
     sizes = ["--train-size=160", "--val-size=80", "--patch-size=2", "--pretrain-epochs=1", "--epochs=1"]
     out = tmp_path / "finetune.json"
-    command = [
-        sys.executable,
-        "examples/finetune_timm.py",
-        "--data=digits",
-        *sizes,
-        "--encodings=mixed",
-        f"--out={out}",
-    ]
+    options = ["--data=digits", *sizes, "--encodings=mixed", f"--out={out}"]
+    command = [sys.executable, "examples/finetune_timm.py", *options]
     told = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     rows = json.loads(out.read_text())["rows"]
     assert [row["model"] for row in rows] == ["trained", "without an encoding", "mixed"]

@@ -429,7 +429,8 @@ def test_motion_frame_contains_the_whole_digit():
 
 
 def test_motion_requires_a_clip_per_class():
-    with pytest.raises(ValueError, match=r"^--data.val_size must be at least 8 \(one per class\), got 3$"):
+    rule = r"^--data.train_size and --data.val_size must be at least 8 \(one per class\), got 3$"
+    with pytest.raises(ValueError, match=rule):
         Motion(data_config("motion", val_size=3))
 
 

@@ -241,6 +241,20 @@ def test_page_contains_all_findings_of_a_study(page):
         assert text in markdown
 
 
+def test_page_of_a_comparison_begins_with_accuracy_and_costs(tmp_path):
+    costs = replace(points(), name="costs", title="Time of a training step")
+    model = {"backbone": "vit", "depth": 2, "dim": 48, "num_heads": 2, "patch_size": [1, 4, 4]}
+    compared = result("compare", figures=[points(), costs, curves()])
+    run = replace(compared.run, config={"model": model, "optim": {"epochs": 12}})
+    index = write_report(save(tmp_path, replace(compared, run=run)))
+    told = "Model: backbone vit, depth 2, width 48, heads 2, patch 1×4×4, epochs 12"
+    order = [told, "mixed is significantly the best", "Time of a training step", "Behind the best", "while training"]
+    markdown = (index.parent / "report.md").read_text(encoding="utf-8")
+    for text in (Tags(index.read_text(encoding="utf-8")).text, markdown):
+        places = [text.index(part) for part in order]
+        assert places == sorted(places)
+
+
 def test_page_orders_studies_and_links_them(page):
     tags = Tags(page.read_text(encoding="utf-8"))
     ids = [attributes["id"] for _, attributes in tags.found if "id" in attributes]

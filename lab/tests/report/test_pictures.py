@@ -162,6 +162,15 @@ def test_sheet_has_every_overlay_on_its_image():
         assert float(panel.find(f"{SVG}image").get("width")) == 256
 
 
+def test_rows_of_one_panel_are_side_by_side_below_lines_of_text():
+    rows = [picture(title, image(10, 40), {"mixed: up\nlearned: down": ""}) for title in ("up", "down")]
+    drawn = ElementTree.fromstring(sheet(Pictures("p", "t", "a", rows), "p"))
+    texts = [(text.text, float(text.get("x")), float(text.get("y"))) for text in drawn.iter(f"{SVG}text")]
+    written = [("mixed: up", 34), ("learned: down", 54)]
+    assert texts == [(text, x, y) for title, x in (("up", 0), ("down", 270)) for text, y in [(title, 14), *written]]
+    assert (drawn.get("width"), float(drawn.get("height")) < 160) == ("526", True)
+
+
 NOTHING = map_overlay(torch.zeros(4, 4).long(), nothing=(0,)).png
 
 

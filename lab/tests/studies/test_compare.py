@@ -1,4 +1,4 @@
-"""The comparison: its conclusion, cost claims under noise, and samples."""
+"""The comparison: its conclusion, cost claims under noise, and examples."""
 
 import io
 import json
@@ -22,7 +22,7 @@ from torchrope_lab.settings.run_config import ExecutionConfig, ModelConfig, Opti
 from torchrope_lab.statistics import conclude
 from torchrope_lab.studies import compare as compare_module
 from torchrope_lab.studies.compare import compare
-from torchrope_lab.studies.compare_findings import _frames
+from torchrope_lab.studies.compare_findings import _images
 
 SMALL = ModelConfig(dim=16, depth=1, num_heads=1, mlp_dim=16, patch_size=[2])
 RIGHT = {
@@ -165,7 +165,7 @@ def test_results_of_a_finished_comparison_are_the_same_in_every_call(trained: Pa
     assert run(small(compared)).findings.plain() == before.plain()
 
 
-def test_results_name_classes_confusions_and_samples(trained: Path) -> None:
+def test_results_name_classes_confusions_and_examples(trained: Path) -> None:
     found = StudyResult.read(trained / "results.json")
     tables = {table.title: table for table in found.findings.tables}
     assert [row["class"] for row in tables["Accuracy by class"].rows] == [str(digit) for digit in range(10)]
@@ -175,9 +175,14 @@ def test_results_name_classes_confusions_and_samples(trained: Path) -> None:
     for row in confusion.rows:
         by_class[row["true"]] = by_class.get(row["true"], 0) + row["share"]
     assert all(share == pytest.approx(100) for share in by_class.values())
-    [samples] = found.findings.pictures
-    assert samples.caption.count(",") >= 15
-    assert {figure.name for figure in found.findings.figures} >= {"top1", "curves", "losses", "costs"}
+    assert [figure.name for figure in found.findings.figures] == ["top1", "costs", "curves", "losses", "confusion"]
+    [examples] = found.findings.pictures
+    for index, row in enumerate(examples.rows):
+        lines = []
+        for name in [row["name"] for row in tables["Results"].rows]:
+            [file] = (trained / "runs").glob(f"digits-{name}-seed0-*/result.json")
+            lines.append(f"{name}: {json.loads(file.read_text())['predicted'][index]} (1 of 1)")
+        assert row.panels == {"\n".join(lines): ""}
 
 
 @pytest.mark.slow
@@ -188,7 +193,9 @@ def test_seeds_that_not_all_have_yet_are_left_out_of_the_answer(compared: Path) 
     assert grown.conclusion["seeds"] == 2
 
 
-def test_samples_of_any_data_are_pictures() -> None:
-    assert _frames(torch.rand(3, 1, 8, 8)).shape == (3, 1, 40, 40)
-    assert _frames(torch.rand(3, 3, 4, 32, 48)).shape == (3, 3, 32, 48)
-    assert _frames(torch.rand(3, 7, 4, 64, 64)).shape == (3, 1, 64, 64)
+def test_examples_of_any_data_are_pictures() -> None:
+    assert _images(torch.rand(3, 1, 8, 8)).shape == (3, 1, 40, 40)
+    assert _images(torch.rand(3, 7, 64, 48)).shape == (3, 1, 64, 48)
+    clips = torch.rand(2, 1, 12, 20, 30)
+    strips = _images(clips).unflatten(-1, (4, 32))  # frames 0, 3, 6 and 9
+    torch.testing.assert_close(strips[..., 1:-1], clips[:, :, ::3].movedim(2, 3))

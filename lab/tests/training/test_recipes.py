@@ -34,7 +34,6 @@ from torchrope_lab.data.sets import NAMES_DENSE
 from torchrope_lab.data.videos import read_clips
 from torchrope_lab.engine.published import cite, results_of
 from torchrope_lab.settings.run_config import RunConfig, read_config
-from torchrope_lab.training.cost import count_flops
 from torchrope_lab.training.dense_models import build_features, build_head
 from torchrope_lab.training.devices import accumulation_steps
 from torchrope_lab.training.evaluate import data_at_size
@@ -107,22 +106,6 @@ def count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def macs(name: str, encoding: str) -> float:
-    """Count multiply-adds of matrix products, in 10⁹."""
-    config = configuration(name)
-    data = shape(config.data)
-    return count_flops(lambda: build_model(encoding, config.model, data), torch.Size((1, 3, *data.input_size))) / 2e9
-
-
-def published_flops(name: str) -> float:
-    """Count FLOPs as fvcore does in LieRE: multiply-adds, and 5 per LayerNorm output."""
-    model = built(name, "learned")
-    tokens = model.num_prefix + math.prod(model.embed.lattice((32, 32)))
-    dim = model.prefix_tokens.shape[-1]
-    norms = sum(isinstance(module, nn.LayerNorm) for module in model.modules())
-    return macs(name, "learned") + norms * 5 * tokens * dim / 1e9
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", A_FEW)
 def test_recipe_builds_with_each_of_its_encodings(name: str) -> None:
@@ -169,15 +152,11 @@ def test_baselines_beside_published_results_are_the_recipes_encodings() -> None:
         ("liere-ucf101", "none", 86.3),
         ("liere-ucf101", "learned", 86.9),
         ("liere-ucf101-v1", "learned", 88.7),  # LieRE, arXiv:2406.10322v1, table 2
-        ("rope-vit-s", "learned", 22.0),
-        ("rope-swin-t", "bias", 28.3),
-        ("rope-swin-s", "bias", 49.6),
-        ("rope-swin-b", "bias", 87.8),
     ],
 )
 def test_parameters_equal_published_numbers(name: str, encoding: str, millions: float) -> None:
     digits = 0 if isinstance(millions, int) else 1
-    assert round(count(built(name, encoding)) / 1e6 - (0.06 if millions == 22.0 else 0), digits) == millions
+    assert round(count(built(name, encoding)) / 1e6, digits) == millions
 
 
 @pytest.mark.slow
@@ -185,6 +164,8 @@ def test_parameters_equal_published_numbers(name: str, encoding: str, millions: 
     ("name", "encoding", "theirs"),
     [
         ("rope-vit-s", "learned", "deit3_small_patch16_224"),
+        ("rope-vit-b", "learned", "deit3_base_patch16_224"),
+        ("rope-vit-l", "learned", "deit3_large_patch16_224"),
         ("rope-swin-t", "bias", "swin_tiny_patch4_window7_224"),
         ("rope-swin-s", "bias", "swin_small_patch4_window7_224"),
         ("rope-swin-b", "bias", "swin_base_patch4_window7_224"),
@@ -192,7 +173,7 @@ def test_parameters_equal_published_numbers(name: str, encoding: str, millions: 
 )
 def test_parameters_equal_timm(name: str, encoding: str, theirs: str) -> None:
     with torch.device("meta"):
-        assert count(built(name, encoding)) == count(timm.create_model(theirs))
+        assert count(built(name, encoding)) == count(timm.create_model(theirs, img_size=configuration(name).data.size))
 
 
 @pytest.mark.parametrize("size", ["s", "b"])
@@ -214,31 +195,6 @@ def test_mask2former_parameters_equal_transformers(size: str) -> None:
 )
 def test_parameters_include_generators_of_blocks_of_8(name: str, extra: int) -> None:
     assert count(built(name, "liere:8")) - count(built(name, "none")) == extra
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "giga"),
-    [("liere-cifar100-vit-t", 0.963), ("liere-cifar100-vit-b", 5.607), ("liere-cifar100-vit-l", 19.856)],
-)
-def test_flops_equal_liere_table_5(name: str, giga: float) -> None:
-    assert published_flops(name) == pytest.approx(giga, abs=1e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "giga"),
-    [
-        ("rope-vit-s", 4.6),  # DeiT III, README_revenge.md
-        ("rope-vit-b-224", 17.5),
-        pytest.param("rope-vit-l-224", 61.6, marks=pytest.mark.slow),
-        ("rope-swin-t", 4.5),  # Swin, MODELHUB.md
-        pytest.param("rope-swin-s", 8.7, marks=pytest.mark.slow),
-        pytest.param("rope-swin-b", 15.4, marks=pytest.mark.slow),
-    ],
-)
-def test_flops_equal_deit_and_swin(name: str, giga: float) -> None:
-    assert macs(name, "bias" if "swin" in name else "learned") == pytest.approx(giga, abs=0.08)
 
 
 @pytest.mark.parametrize(
@@ -484,12 +440,6 @@ def test_crops_of_one_class_are_drawn_again_as_in_the_heads_code(name: str, redr
     shares = [(target["map"] == 1).float().mean() for seed in range(20) for _, target in train.of_epoch(seed)]
     dominated = sum(not 0.25 < share < 0.75 for share in shares) / len(shares)
     assert dominated < 0.2 if redrawn else dominated > 0.5
-
-
-def test_weight_init_equals_the_papers_code() -> None:
-    starts = {name: (configuration(name).model.weight_init, configuration(name).model.norm_eps) for name in PAPERS}
-    assert {starts[name] for name in PAPERS if name.startswith("liere")} == {("torch", 1e-5)}
-    assert {starts[f"rope-vit-{size}"] for size in "sbl"} == {("truncated-normal", None)}
 
 
 def test_liere_recipes_have_the_papers_baselines() -> None:

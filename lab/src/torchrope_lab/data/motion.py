@@ -9,8 +9,6 @@ from torchrope_lab.data.in_memory import InMemory
 from torchrope_lab.mistakes import Mistake
 
 FRAMES = 5
-TRAIN_SIZE = 2400
-VAL_SIZE = 600
 
 # (down, right) in pixels per frame: multiples of the patch side, all different modulo 20.
 VELOCITIES = {
@@ -43,10 +41,12 @@ class Motion(InMemory):
         super().__init__(config)
         side = config.size
         self.input_size = (FRAMES, side, side)
-        self.train_size = clip_count(config.train_size, TRAIN_SIZE, "train_size")
-        self.val_size = clip_count(config.val_size, VAL_SIZE, "val_size")
+        self.sizes = {"train": config.train_size or 2400, "val": config.val_size or 600}
+        if (count := min(self.sizes.values())) < len(VELOCITIES):
+            rule = f"--data.train_size and --data.val_size must be at least {len(VELOCITIES)} (one per class)"
+            raise Mistake(f"{rule}, got {count}")
         self.description = (
-            f"{self.train_size + self.val_size:,} synthetic clips of {FRAMES} frames, {side}×{side} grey pixels, "
+            f"{sum(self.sizes.values()):,} synthetic clips of {FRAMES} frames, {side}×{side} grey pixels, "
             "of a handwritten digit that moves on a torus; the class is its direction and speed."
         )
 
@@ -57,17 +57,9 @@ class Motion(InMemory):
         for part in parts:
             # a generator for each part, so that the validation clips do not depend on train_size
             generator = torch.Generator().manual_seed(2 * self.config.split_seed + (part == "val"))
-            digits, count = (train_digits, self.train_size) if part == "train" else (val_digits, self.val_size)
-            clips.append(make_clips(digits, count, size, generator))
+            digits = train_digits if part == "train" else val_digits
+            clips.append(make_clips(digits, self.sizes[part], size, generator))
         return clips
-
-
-def clip_count(size: int | None, default: int, name: str) -> int:
-    """Return the number of clips; raises ValueError if there is less than one per class."""
-    count = default if size is None else size
-    if count < len(VELOCITIES):
-        raise Mistake(f"--data.{name} must be at least {len(VELOCITIES)} (one per class), got {count}")
-    return count
 
 
 def make_clips(digits: Tensor, count: int, side: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -96,8 +96,9 @@ def _merged(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 def _commands(name: str, settings: dict[str, Any]) -> list[str]:
     """Return the commands of a recipe that states none: training, from another run if it starts from one."""
     start = f"--init {settings['init']} " if "init" in settings else ""
-    train = f"train --recipe {name} --data.root DIR {start}--out runs/{name}"
-    return [train] if start else [train, f"compare --recipe {name} --data.root DIR"]
+    which = f"--recipe {name}" if "name" in settings.get("data", {}) else f"--data {name}"
+    train = f"train {which} --data.root DIR {start}--out runs/{name}"
+    return [train] if start else [train, f"compare {which} --data.root DIR"]
 
 
 def _wrapped(text: str) -> list[str]:

@@ -14,14 +14,27 @@ from torchrope_lab.report.chapters import MANY, Chapter, arrange, title_of
 from torchrope_lab.report.looks import COLOURS, DARK_COLOURS, DARK_PLAIN, PLAIN, page_looks
 from torchrope_lab.report.plots import GRID, INK, SOFT
 from torchrope_lab.report.read import read_studies
+from torchrope_lab.report.tables import size
 from torchrope_lab.report.templates import fill, fill_markdown, shipped
 from torchrope_lab.results import StudyResult
+from torchrope_lab.settings.run_config import flat
 
 PALETTE = {"plain": (PLAIN, DARK_PLAIN)} | {
     f"c{place}": colours for place, colours in enumerate(zip(COLOURS, DARK_COLOURS, strict=True))
 }
 PALETTE |= {"ink": (INK, "var(--ink)"), "soft": (SOFT, "var(--soft)"), "grid": (GRID, "var(--line)")}
 """Colours of encodings and figures in light and dark mode, by CSS class."""
+
+MODEL_FACTS = {
+    "Model: backbone": "model.backbone",
+    "size": "model.size",
+    "depth": "model.depth",
+    "width": "model.dim",
+    "heads": "model.num_heads",
+    "patch": "model.patch_size",
+    "epochs": "optim.epochs",
+}
+"""Settings of a model and its training that the page names."""
 
 
 def write_report(out: Path, studies: Sequence[StudyResult] = ()) -> Path:
@@ -44,7 +57,7 @@ def write_report(out: Path, studies: Sequence[StudyResult] = ()) -> Path:
 
 def render_markdown(chapters: Sequence[Chapter]) -> str:
     """Render the report as Markdown; figures are linked as `figures/<name>.svg`."""
-    return fill_markdown("page.md", title=title_of(chapters), chapters=chapters, code=_code)
+    return fill_markdown("page.md", title=title_of(chapters), chapters=chapters, code=_code, model=_model)
 
 
 def render_page(chapters: Sequence[Chapter]) -> str:
@@ -59,6 +72,7 @@ def render_page(chapters: Sequence[Chapter]) -> str:
         title=title_of(chapters),
         chapters=chapters,
         many=MANY,
+        model=_model,
         indented=_indented,
     )
 
@@ -77,6 +91,12 @@ def _policy(scripts: Sequence[str]) -> str:
     allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
     rules = ("default-src 'none'", f"script-src {allowed}", "style-src 'unsafe-inline'", "img-src data: blob:")
     return "; ".join([*rules, "base-uri 'none'", "form-action 'none'"])
+
+
+def _model(config: Mapping[str, Any] | None) -> str:
+    """Describe the model that was trained and its training, by the settings of a result."""
+    facts = {name: flat(dict(config or {})).get(setting) for name, setting in MODEL_FACTS.items()}
+    return ", ".join(f"{name} {size(fact) if isinstance(fact, list) else fact}" for name, fact in facts.items() if fact)
 
 
 def _indented(config: Mapping[str, Any]) -> str:

@@ -15,19 +15,24 @@ def sheet(pictures: Pictures, name: str) -> str:
     """Draw all rows and the legend below them, as SVG text whose ids begin with a name that is unique on the page."""
     most = max((len(row.panels) for row in pictures.rows), default=1) or 1
     across = math.ceil(most / math.ceil(most / ACROSS))  # lines of about equal length
-    width, y = across * (SIDE + GAP) - GAP, 0.0
+    beside = min(ACROSS, len(pictures.rows)) if most == 1 else 1  # rows of one panel are side by side
+    width, y, bottom = max(across, beside) * (SIDE + GAP) - GAP, 0.0, 0.0
     rows = []
-    for row in pictures.rows:
+    for place, row in enumerate(pictures.rows):
+        left, y = place % beside * (SIDE + GAP), y if place % beside else bottom
         scale = SIDE / max(row.size)
         wide, high = (scale * side for side in row.size)
+        names = [[_cut(line, SIDE) for line in panel.split("\n")] for panel in row.panels]
+        above = LINE * max(map(len, names), default=1)
         panels = [
-            {"name": _cut(panel, SIDE), "overlay": png, "x": index % across * (SIDE + GAP),
-             "y": y + LINE + index // across * (high + LINE + GAP / 2)}
-            for index, (panel, png) in enumerate(row.panels.items())
+            {"names": lines, "overlay": png, "x": left + index % across * (SIDE + GAP),
+             "y": y + LINE + index // across * (high + above + GAP / 2)}
+            for index, (lines, png) in enumerate(zip(names, row.panels.values(), strict=True))
         ]  # fmt: skip
-        rows.append({"title": _cut(row.title, width), "image": row.image, "y": y, "width": wide, "height": high,
-                     "crisp": scale > 1.5, "panels": panels})  # fmt: skip
-        y += LINE + math.ceil(len(panels) / across) * (high + LINE + GAP / 2) + GAP
+        rows.append({"title": _cut(row.title, width / beside), "image": row.image, "x": left, "y": y, "width": wide,
+                     "height": high, "above": above, "crisp": scale > 1.5, "panels": panels})  # fmt: skip
+        bottom = max(bottom, y + LINE + math.ceil(len(panels) / across) * (high + above + GAP / 2) + GAP)
+    y = bottom
     entries, x = [], 0.0
     for text, colour in pictures.legend.items():
         shown = _cut(text, 160)

@@ -17,6 +17,7 @@ FONT = "Arial, 'Liberation Sans', Helvetica, sans-serif"
 # The page's CSS matches these values to recolour figures in dark mode.
 PAPER, INK, SOFT, GRID = "#ffffff", "#1f2328", "#8a8a8b", "#e6e6e7"
 WIDTH, HEIGHT, PANEL_HEIGHT = 640, 320, 200
+MARKED = 24  # lines over more points have no markers
 _TEXT = {"labelColor": INK, "titleColor": INK, "labelFontSize": 12}
 _TITLE = {"titleFontSize": 12, "titleFontWeight": "normal"}
 CONFIG: Spec = {
@@ -133,8 +134,8 @@ class _Chart:
         if figure.kind == "points":
             return [*interval, self._with_params(points)], {"mark": hover, "encoding": base}
         line = {"mark": {"type": "line", "strokeWidth": 1.8, "clip": True}, "encoding": {**shown, **dash}}
-        layers = [*interval, self._with_params(line), {**self._thinned(), **points}]
-        return layers, {"mark": hover, "encoding": base}
+        markers = [points] if len(self.distinct("x")) <= MARKED else []
+        return [*interval, self._with_params(line), *markers], {"mark": hover, "encoding": base}
 
     def cells(self) -> Spec:
         """Return the layer of coloured cells."""
@@ -200,8 +201,8 @@ class _Chart:
         ticks: Spec = {"tickMinStep": 1} if all(float(value).is_integer() for value in numbers) else {}
         if kind == "lines" and part == "x" and len(set(numbers)) <= 8:
             ticks |= {"values": sorted(set(numbers)), "format": ".6~g"}
-        stacked = {"stack": None} if kind == "bars" and part == self.along else {}
-        return {**channel, "scale": {"zero": kind == "bars" or axis.zero}, "axis": ticks, **stacked}
+        scale = {"zero": kind == "bars" or axis.zero, "padding": 0 if axis.zero or kind != "points" else 5}
+        return {**channel, "scale": scale, "axis": ticks, "stack": None}
 
     def _angle(self, part: str) -> int:
         """Return the angle of names below an axis: slanted if they do not fit beside each other."""
@@ -260,16 +261,6 @@ class _Chart:
         floor = 10.0 ** math.floor(math.log10(min(numbers)) - 0.01) if numbers else 1.0
         scale = {**base[self.along]["scale"], "domainMin": floor, "nice": False}
         return {**base, self.along: {**base[self.along], "scale": scale}, f"{self.along}2": {"datum": floor}}
-
-    def _thinned(self) -> Spec:
-        """Return a transform that keeps about eight markers of a long line."""
-        few = math.ceil(len(self.distinct("x")) / 8)
-        if few < 3:
-            return {}
-        groups = [self.fields[part] for part in ("series", "panel") if part in self.fields]
-        sort = [{"field": self.fields["x"]}]
-        counted = {"window": [{"op": "row_number", "as": "at"}], "groupby": groups, "sort": sort}
-        return {"transform": [counted, {"filter": f"datum.at % {few} == 1"}]}
 
     def _with_params(self, layer: Spec) -> Spec:
         """Add picking series in the legend, and zooming by the wheel with Ctrl and moving by dragging."""

@@ -7,9 +7,8 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
-from torchvision.utils import make_grid
+from torch.nn.functional import interpolate, pad
 
 from torchrope.encodings import Encoding, NoEncoding
 from torchrope_lab.conclusion import BASELINE
@@ -45,7 +44,7 @@ from torchrope_lab.statistics import median_interval
 
 CLASSES = 30
 """Largest number of classes that tables and figures show individually."""
-SAMPLES = 16
+EXAMPLES = 3
 CONFUSIONS = 10
 
 
@@ -115,12 +114,12 @@ def findings(results: Results) -> Findings:
     """Build the findings of a comparison."""
     comparison = results.comparison
     tables = (_main, _gains, _sizes, _costs, _classes, _confusions, _encodings)
-    figures = (_losses, _by_size, _by_cost, _confusion)
+    accuracy, *curves = accuracy_figures(comparison)
     return Findings(
         answer=comparison.conclusion.sentence(),
         tables=[table(results) for table in tables],
-        figures=[*accuracy_figures(comparison), *(figure(results) for figure in figures)],
-        pictures=_pictures(results.data),
+        figures=[accuracy, _by_cost(results), *curves, _losses(results), _by_size(results), _confusion(results)],
+        pictures=_pictures(results),
     )
 
 
@@ -304,31 +303,27 @@ def _confusion(results: Results) -> Figure:
 # ---- pictures
 
 
-def _pictures(data: DataModule) -> list[Pictures]:
-    """Build a picture of training examples after augmentation."""
-    inputs, labels, *_ = next(iter(data.train_dataloader()))
-    if inputs.ndim not in (4, 5):
+def _pictures(results: Results) -> list[Pictures]:
+    """Build pictures of the first validation examples, with the most frequent prediction with each encoding."""
+    inputs = next(iter(results.data.val_dataloader()))[0][:EXAMPLES]
+    if inputs.ndim not in (4, 5) or results.data.config.folds:  # with folds predictions are in another order
         return []
-    shown = _frames(inputs[:SAMPLES])
-    classes = labels[:SAMPLES].argmax(dim=-1) if labels.ndim > 1 else labels[:SAMPLES]
-    titles = ", ".join(str(data.classes[index]) for index in classes.tolist())
-    sheet = make_grid(shown, nrow=8, normalize=True, scale_each=True, padding=1)
-    of_volume = ", the middle one of each" if inputs.ndim == 5 else ""
-    return [
-        Pictures(
-            name="samples",
-            title="Training examples after augmentation",
-            alt=f"{len(shown)} training examples after augmentation.",
-            rows=[picture("In reading order", sheet, {"inputs": ""})],
-            caption=f"After augmentation{of_volume}. Classes in reading order: {titles}.",
-        )
-    ]
+    rows = []
+    for index, (image, label) in enumerate(zip(_images(inputs), results.comparison.labels, strict=False)):
+        lines = []
+        for name, runs in results.comparison.groups.items():
+            [(predicted, count)] = Counter(run.predicted[index] for run in runs).most_common(1)
+            lines.append(f"{name}: {results.data.classes[predicted]} ({count} of {len(runs)})")
+        rows.append(picture(str(results.data.classes[label]), image, {"\n".join(lines): ""}))
+    about = "The first validation examples, and the most frequent prediction with each encoding (of its training runs)."
+    return [Pictures("examples", "Examples and predictions", about, rows, about)]
 
 
-def _frames(inputs: Tensor) -> Tensor:
-    """Select images `(batch, 1 or 3, height, width)`: the middle slice of clips and volumes, else the first channel."""
-    images = inputs if inputs.ndim == 4 else inputs[:, :, inputs.shape[2] // 2]
-    images = images if images.shape[1] in (1, 3) else images[:, :1]
-    side = max(images.shape[-2:])
-    larger = max(1, -(-40 // side))  # for a side of 8 pixels, each pixel is drawn as 5 by 5
-    return torch.nn.functional.interpolate(images.float(), scale_factor=larger)
+def _images(inputs: Tensor) -> Tensor:
+    """Return images `(batch, 1 or 3, height, width)`, for clips and volumes strips of up to five frames or slices."""
+    images = inputs if inputs.shape[1] in (1, 3) else inputs[:, :1]
+    if images.ndim == 5:
+        some = images[:, :, :: -(-images.shape[2] // 5)]
+        images = pad(some, (1, 1), value=float(some.amax())).movedim(2, 3).flatten(3)  # white lines between frames
+    larger = max(1, -(-40 // max(images.shape[-2:])))  # for a side of 8 pixels, each pixel is drawn as 5 by 5
+    return interpolate(images.float(), scale_factor=larger)
