@@ -334,13 +334,9 @@ class Windows:
         return (side.unsqueeze(-2) == side.unsqueeze(-3)).all(dim=-1)
 
     def seen(self, valid_mask: Tensor) -> Tensor:
-        """Return the attention mask of each window: every token attends to the valid tokens and to itself.
+        """Return a mask for each window: every token attends to itself and the valid tokens of `(batch, *sizes)`.
 
-        Args:
-            valid_mask: True for valid tokens of the lattice, `(batch, *sizes)`; padding of windows counts as invalid.
-
-        Returns:
-            `(batch, windows, tokens of a window, tokens of a window)`, boolean.
+        `(batch, windows, tokens of a window, tokens of a window)`, boolean; padding of windows is invalid.
         """
         keys = (
             self.cut(valid_mask.unsqueeze(-1)).squeeze(-1).unflatten(0, (len(valid_mask), -1))
@@ -351,13 +347,7 @@ class Windows:
     def attends(self, batch: int, valid_mask: Tensor | None, *, device: torch.device | None = None) -> Tensor | None:
         """Return which tokens attend to which, by `mask` and `seen`; None if all attend to all.
 
-        Args:
-            batch: Number of samples.
-            valid_mask: As of `seen`, `(batch or 1, *sizes)`; None if all tokens, padding of windows too, are valid.
-            device: Device of the mask.
-
-        Returns:
-            `(batch · windows, 1, tokens of a window, tokens of a window)`, boolean.
+        `(batch · windows, 1, tokens of a window, tokens of a window)`, boolean, with a mask `(batch or 1, *sizes)`.
         """
         masks = [self.mask(device=device), None if valid_mask is None else self.seen(valid_mask)]
         kept = [mask for mask in masks if mask is not None]
@@ -369,14 +359,6 @@ class Windows:
     @property
     def _axes(self) -> list[int]:
         return list(range(1, len(self.sizes) + 1))
-
-
-def per_axis_window(window_size: int | Sequence[int], num_axes: int) -> tuple[int, ...]:
-    """Return one window size per axis; one number is repeated for all axes."""
-    window = (window_size,) * num_axes if isinstance(window_size, int) else tuple(window_size)
-    if len(window) != num_axes or min(window) < 1:
-        raise ValueError(f"window_size must be 1 or more, one number or {num_axes}, got {window_size}")
-    return window
 
 
 def fit_window(window: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:

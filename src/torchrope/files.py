@@ -15,15 +15,8 @@ def write_whole(path: Path, content: str | bytes, move: Callable[[str, Path], No
     """Write a file atomically: if the process is killed or the disk is full, the old file, or none, remains.
 
     Any number of processes may write into one folder, and the same file. Unfinished files of killed processes in the
-    folder are removed if the file system supports locks.
-
-    Args:
-        path: The file; missing folders are created.
-        content: The content; text is encoded as UTF-8.
-        move: Renames the finished file to `path`, `os.replace` by default.
-
-    Raises:
-        OSError: the disk is full or the folder cannot be written; the message names the file.
+    folder are removed if the file system supports locks. `move` renames the finished file, `os.replace` by default.
+    An OSError names the file.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Inference: `absorb` folds bases into projections, `freeze` precomputes rotations, `rerotate` moves cached keys."""
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,13 +14,12 @@ from torchrope.encodings.base import Positions
 from torchrope.encodings.names import built_as
 from torchrope.encodings.skew_matrices import invariant_planes
 from torchrope.models import Swin, ViT
-from torchrope.models.layers import choice_of
+from torchrope.models.layers import axes_of, choice_of
 from torchrope.ops.backends import takes_kernels
 from torchrope.ops.layouts import heads_first
-from torchrope.ops.shapes import shown
 from torchrope.rotating import apply
 from torchrope.rotations import Block, Commuting, Rotation
-from torchrope.tensors import Float32Module, as_numbers, block_diagonal, wide_dtype
+from torchrope.tensors import Float32Module, as_numbers, block_diagonal, require_module, shown, wide_dtype
 
 
 def freeze(model: nn.Module, input_size: Sequence[int] | Tensor | tuple[Tensor, ...]) -> nn.Module:
@@ -55,10 +54,9 @@ def freeze(model: nn.Module, input_size: Sequence[int] | Tensor | tuple[Tensor, 
     frozen = copy.deepcopy(model).eval()
     examples: tuple[Any, ...]
     if isinstance(frozen, ViT | Swin):
-        if not isinstance(input_size, Iterable):
-            raise ValueError(f"input_size must be the extent of the data along each axis, got {input_size}")
         embed = frozen.embed
         sizes: Any = input_size.shape[2:] if isinstance(input_size, Tensor) else input_size
+        axes_of(sizes)
         embed.frozen_size = tuple(sizes)
         examples = (embed.proj.weight.new_zeros(1, embed.in_channels, *embed.frozen_size),)
     elif isinstance(input_size, tuple) and input_size and all(isinstance(each, Tensor) for each in input_size):
@@ -67,10 +65,7 @@ def freeze(model: nn.Module, input_size: Sequence[int] | Tensor | tuple[Tensor, 
         examples = (input_size,)
     else:
         rule = f"{type(model).__name__} needs an example of its input, or a tuple of examples, to be frozen"
-        received = shown(input_size)
-        if isinstance(input_size, tuple | list):
-            received = f"({', '.join(map(shown, input_size))})"
-        raise ValueError(f"{rule}, got {received}")
+        raise ValueError(f"{rule}, got {shown(input_size)}")
     constants = _record_constants(frozen, examples)
     if not constants:
         raise ValueError(f"freeze needs a model that calls encodings, got {type(model).__name__}, which calls none")
@@ -292,6 +287,7 @@ class FrozenAbsolute(Float32Module):
 
 def require_unfrozen(name: str, model: nn.Module) -> None:
     """Raise ValueError if a function, by its name, is called with a model that `freeze` returned."""
+    require_module(name, model)
     if any(isinstance(part, Frozen | FrozenAbsolute) for part in model.modules()):
         raise ValueError(f"{name} needs a model that is not frozen, got a frozen {type(model).__name__}")
 

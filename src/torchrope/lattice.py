@@ -20,7 +20,7 @@ from torchrope.positions import (
     require_resolved,
     to_circle,
 )
-from torchrope.tensors import wide_dtype, wide_positions
+from torchrope.tensors import shown, wide_dtype, wide_positions
 
 Divisor = Literal["one", "size", "longest", "shortest", "steps"]
 
@@ -147,15 +147,17 @@ class Lattice:
         indices = grid(*sizes, device=device, dtype=dtype)
         if self.unit is None and spacing is None:
             return self.at(indices, sizes)
-        shape = "none" if spacing is None else tuple(spacing.shape)
         if self.unit is None:
             rule = "spacing needs positions in a unit of length, such as tr.Lattice(unit=16.0, patch_size=16) for 16 mm"
-            raise ValueError(f"{rule}, got {self} and spacing {shape}")
-        if spacing is None or spacing.ndim != 2 or spacing.shape[1] != len(sizes):
-            raise ValueError(f"spacing must be voxel spacings (batch, {len(sizes)}), got {shape}")
+            raise ValueError(f"{rule}, got {self} and spacing {shown(spacing)}")
+        if not isinstance(spacing, Tensor) or spacing.ndim != 2 or spacing.shape[1] != len(sizes):
+            raise ValueError(f"spacing must be voxel spacings (batch, {len(sizes)}), a tensor, got {shown(spacing)}")
         voxels = spacing.to(device, wide_dtype(spacing))
-        unit = voxels.new_tensor(self.unit) if isinstance(self.unit, Sequence) else self.unit
-        steps = voxels * voxels.new_tensor(per_axis("patch_size", self.patch_size, len(sizes))) / unit  # (batch, axes)
+        patch, unit = (
+            voxels.new_tensor(per_axis(name, value, len(sizes)))
+            for name, value in {"patch_size": self.patch_size, "unit": self.unit}.items()
+        )
+        steps = voxels * patch / unit  # (batch, axes)
         return self._at(indices.to(steps), sizes, steps[:, None])
 
     def at(self, indices: Tensor, sizes: Sequence[int | Tensor] = ()) -> Tensor:

@@ -9,7 +9,7 @@ from torch.nn import functional
 from torchrope.attention import Projections, check_context, split_samples
 from torchrope.rotating import rotate
 from torchrope.rotations import Rotation
-from torchrope.tensors import wide_dtype, without_autocast
+from torchrope.tensors import require_counts, wide_dtype, without_autocast
 
 
 def elu_plus_one(x: Tensor) -> Tensor:
@@ -89,8 +89,7 @@ def linear_attention(
     if causal and lengths is not None and key_lengths is not None and [*key_lengths] != [*lengths]:
         rule = "causal attention needs as many keys as queries in each sample"
         raise ValueError(f"{rule}, got {[*key_lengths]} and {[*lengths]}")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be 1 or more, got {chunk_size}")
+    require_counts(chunk_size=chunk_size)
     if not q.shape[1] == k.shape[1] == v.shape[1]:
         heads = f"{q.shape[1]}, {k.shape[1]} and {v.shape[1]}"
         raise ValueError(f"q, k and v must have the same number of heads, got {heads}")

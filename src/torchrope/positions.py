@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrope.tensors import Value, wide_positions
+from torchrope.tensors import Value, require_counts, require_tensor, shown, wide_positions
 
 PerAxis = float | Sequence[float]
 Periods = Sequence[float | None]
@@ -70,7 +70,7 @@ def per_axis(name: str, value: PerAxis, num_axes: int) -> tuple[float, ...]:
         # Not float, which makes symbolic numbers constants.
         values: tuple[Any, ...] = tuple(map(torch.sym_float, numbers))
     except (TypeError, ValueError):
-        raise ValueError(f"{name} must be one number or one per axis, got {value!r}") from None
+        raise ValueError(f"{name} must be one number or one per axis, got {shown(value)}") from None
     if len(values) != num_axes:
         raise ValueError(f"{name} must be one number or one per axis ({num_axes}), got {len(values)}")
     return values
@@ -101,8 +101,8 @@ def prefix(positions: Tensor, count: int) -> Tensor:
         >>> prefix(grid(2), 1).tolist()
         [[0.0], [0.0], [1.0]]
     """
-    if count < 0:
-        raise ValueError(f"prefix needs a count of 0 or more, got {count}")
+    require_tensor("positions", positions)
+    require_counts(0, count=count)
     origin = positions.new_zeros(*positions.shape[:-2], count, positions.shape[-1])
     return torch.cat([origin, positions], dim=-2)
 
@@ -225,8 +225,7 @@ def circle_rope(
     if not 0 <= angle_weight <= 1 or not 0 < radius < math.inf:
         rule = "radius must be above 0 and finite, and angle_weight from 0 to 1"
         raise ValueError(f"{rule}, got {radius} and {angle_weight}")
-    if height < 1 or width < 1:
-        raise ValueError(f"height and width must be 1 or more, got {height} and {width}")
+    require_counts(height=height, width=width)
     y, x = grid(height, width, device=device, dtype=dtype).unbind(-1)
     about = torch.atan2(y - (height - 1) / 2, x - (width - 1) / 2)
     span = about.max() - about.min()
@@ -438,6 +437,8 @@ def pack(positions: Sequence[Tensor]) -> Packed:
         ((5, 4), [0, 5, 9])
     """
     positions = list(positions)  # of a tensor (samples, tokens, axes) too
+    for p in positions:
+        require_tensor("positions of a sample", p)
     if not positions or any(p.ndim != 2 or p.shape[1] != positions[0].shape[-1] for p in positions):
         received = [tuple(p.shape) for p in positions]
         raise ValueError(f"pack needs one or more positions (tokens, axes) of the same axes, got {received}")

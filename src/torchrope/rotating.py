@@ -36,8 +36,8 @@ def rotate(
         Rotated q and k, each in the layout and dtype of the input. The arithmetic is float32, or float64 for float64.
 
     Raises:
-        ValueError: q or k and their rotation disagree on batch, heads, tokens or head_dim; inputs that the chosen
-            `torchrope.backend` does not support; an unknown layout or a nested tensor.
+        ValueError: q or k and their rotation disagree on batch, heads, tokens, head_dim or device; inputs that the
+            chosen `torchrope.backend` does not support; an unknown layout; no tensor, or a nested one.
 
     Example:
         >>> import torch, torchrope as tr
@@ -52,7 +52,7 @@ def rotate(
     x = Pair(heads_first("q", q, layout), heads_first("k", k, layout), scores_only)
     if key_rotation is None:
         rotation.check("q", x.q, x.k)
-        if x.q.shape != x.k.shape or x.q.dtype != x.k.dtype:
+        if x.q.shape != x.k.shape or x.q.dtype != x.k.dtype or x.q.device != x.k.device:
             rotation.check("k", x.k, x.q)
         rotated_q, rotated_k = rotation.encode(x)
     else:

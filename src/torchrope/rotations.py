@@ -22,9 +22,9 @@ from typing_extensions import Self
 from torchrope.ops import pairs
 from torchrope.ops.pairs import Pair, absent
 from torchrope.ops.reference import combine, cos_sin
-from torchrope.ops.shapes import basis_fits, block_fits, planar_fits, shown
+from torchrope.ops.shapes import basis_fits, block_fits, planar_fits
 from torchrope.ops.skew_exp import exponential
-from torchrope.tensors import Value, block_diagonal, can_read, exact_matmul, wide_positions, without_autocast
+from torchrope.tensors import Value, block_diagonal, can_read, exact_matmul, shown, wide_positions, without_autocast
 
 
 class Rotation(Value, ABC):
@@ -37,13 +37,12 @@ class Rotation(Value, ABC):
 
     head_dim: int
     num_heads: int | None = None
-    _is_consistent = False  # whether `_require_consistent` has passed
+    _checked = tuple[tuple[Tensor, torch.Size], ...]()  # tensors and their shapes when they fitted one another
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
         if not torch.compiler.is_compiling():  # where operators check
             self._require_consistent()
-            object.__setattr__(self, "_is_consistent", True)
 
     @abstractmethod
     def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
@@ -66,10 +65,14 @@ class Rotation(Value, ABC):
             partner: The other one of q and k.
 
         Raises:
-            ValueError: another batch, number of heads or tokens, or head_dim.
+            ValueError: another batch, number of heads or tokens, head_dim or device.
         """
-        if not (torch.compiler.is_compiling() or self._is_consistent):
-            self._require_consistent()
+        if not torch.compiler.is_compiling():
+            # x.data = ..., x.resize_() and x.set_() change shapes of tensors that already fitted.
+            if not self._checked or any([tensor.shape != shape for tensor, shape in self._checked]):  # noqa: C419
+                self._require_consistent()
+            if x.device != self._checked[0][0].device:
+                raise ValueError(f"{name} and its rotation must be on one device, got {x.device} and {self.device}")
         if x.ndim < 3 or not x.is_floating_point():
             raise ValueError(
                 f"{name} must be floating point (batch, heads, tokens, head_dim), got {x.dtype} {tuple(x.shape)}"
@@ -117,10 +120,11 @@ class Rotation(Value, ABC):
             device = tensors[0].device
             consistent = all([x.is_floating_point() and x.device == device for x in tensors])  # noqa: C419
             if consistent and self._fits() and (self.num_heads is None or self.shape[-2] in (1, self.num_heads)):
+                object.__setattr__(self, "_checked", tuple((x, x.shape) for x in tensors))
                 return
-        except (ValueError, IndexError):  # a tensor has another number of dimensions
+        except (AttributeError, IndexError, TypeError, ValueError):  # no tensor, or one of other dimensions
             pass
-        sizes = ", ".join(f"{name}={shown(value)}" for name, value in self._values().items() if value is not None)
+        sizes = ", ".join(f"{name}={shown(value)}" for name, value in self._values().items() if name[0] != "_")
         rule = f"{type(self).__name__} needs floating-point tensors on one device whose shapes fit one another"
         raise ValueError(f"{rule}, got {sizes}")
 
@@ -201,16 +205,6 @@ class Rotation(Value, ABC):
         """Return the rotation detached from the graph."""
         return self._mapped(Tensor.detach)
 
-    def _moved(self, positions: Tensor, current: Tensor, **changed: Any) -> Self:
-        """Return a copy at other positions, in the dtype of the current ones; in float64 for integers above 2^24."""
-        if positions.ndim < 2 or positions.shape[-1] != current.shape[-1]:
-            raise ValueError(f"positions must be (*batch, tokens, {current.shape[-1]}), got {tuple(positions.shape)}")
-        wide = torch.float32 if positions.is_floating_point() else wide_positions(positions).dtype
-        rotation = self.to(torch.promote_types(wide, current.dtype))
-        return rotation._with(
-            positions=positions.to(current.device, torch.promote_types(wide, current.dtype), copy=True), **changed
-        )
-
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
         tensors = {name: value for name, value in self._values().items() if isinstance(value, Tensor)}
         return self._with(**{name: function(tensor) for name, tensor in tensors.items()})
@@ -251,7 +245,30 @@ class Rotation(Value, ABC):
         """
 
 
-class Planar(Rotation):
+class ByPositions(Rotation):
+    """Rotation that is computed from positions when it is applied.
+
+    Attributes:
+        positions: `(*batch, tokens, axes)`.
+    """
+
+    positions: Tensor
+    _table: Tensor | None = None  # cos and sin `(*batch, heads or 1, tokens, 2, pairs)`, if precomputed
+
+    def at(self, positions: Tensor) -> Self:
+        axes = self.positions.shape[-1]
+        if positions.ndim < 2 or positions.shape[-1] != axes:
+            raise ValueError(f"positions must be (*batch, tokens, {axes}), got {tuple(positions.shape)}")
+        wide = torch.float32 if positions.is_floating_point() else wide_positions(positions).dtype
+        dtype = torch.promote_types(wide, self.positions.dtype)
+        return self.to(dtype)._with(positions=positions.to(self.device, dtype, copy=True), _table=None)
+
+    def inverse(self) -> Self:
+        inverse = self._with(positions=-self.positions, _table=None)
+        return inverse if self._table is None else inverse.tabulated()
+
+
+class Planar(ByPositions):
     """Rotation of channel pairs by the angles  φ_i = sum_a p_a f_ai,  in radians; by a table of them see `from_angles`.
 
     Attributes:
@@ -261,9 +278,7 @@ class Planar(Rotation):
             `in_halves` sets it.
     """
 
-    positions: Tensor
     frequencies: Tensor
-    _table: Tensor | None = None  # cos and sin `(*batch, heads or 1, tokens, 2, pairs)`, if precomputed
     interleaved: bool = True
 
     def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
@@ -316,19 +331,12 @@ class Planar(Rotation):
         rows = [torch.stack([cos, -sin], dim=-1), torch.stack([sin, cos], dim=-1)]
         return torch.stack(rows, dim=-2)
 
-    def at(self, positions: Tensor) -> "Planar":
-        return self._moved(positions, self.positions, _table=None)
-
     def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Tensor | None]:
         table = (
             None if self._table is None else _of_heads(self._table[(*batch, slice(None), tokens)], heads, len(batch))
         )
         frequencies = _of_heads(self.frequencies, heads, 1)
         return {"positions": self.positions[(*batch, tokens)], "frequencies": frequencies, "_table": table}
-
-    def inverse(self) -> "Planar":
-        inverse = self._with(positions=-self.positions, _table=None)
-        return inverse if self._table is None else inverse.tabulated()
 
 
 class GivenAngles(Planar):
@@ -404,9 +412,10 @@ def from_angles(angles: Tensor, *, head_dim: int | None = None, num_heads: int |
         >>> q.shape
         torch.Size([2, 4, 6, 16])
     """
-    if not 2 <= angles.ndim <= 4 or angles.dtype not in (torch.float32, torch.float64):
+    exact = isinstance(angles, Tensor) and angles.dtype in (torch.float32, torch.float64)
+    if not exact or not 2 <= angles.ndim <= 4:
         rule = "angles must be ([batch,] heads or 1, tokens, pairs) in float32 or float64"
-        raise ValueError(f"{rule}, got {tuple(angles.shape)} in {str(angles.dtype).removeprefix('torch.')}")
+        raise ValueError(f"{rule}, got {shown(angles)}")
     batched = angles if angles.ndim > 2 else angles.unsqueeze(0)
     head_dim = 2 * batched.shape[-1] if head_dim is None else head_dim
     if head_dim < 2 * batched.shape[-1]:
@@ -427,7 +436,7 @@ def _of_angles(angles: Tensor) -> dict[str, Any]:
     }
 
 
-class Commuting(Rotation):
+class Commuting(ByPositions):
     """Rotation by multiples of one skew matrix B per block:  R(p) = exp(s B) = U rot(s w) U^T,  s = sum_a p_a c_a.
 
     Attributes:
@@ -438,7 +447,6 @@ class Commuting(Rotation):
         angular: w, `(heads or 1, blocks, b / 2)`:  B = U diag([[0, -w], [w, 0]]) U^T.
     """
 
-    positions: Tensor
     factors: Tensor
     base: Tensor
     basis: Tensor
@@ -481,19 +489,13 @@ class Commuting(Rotation):
         along = combine(self.positions, self.factors)  # (*batch, heads, tokens, blocks)
         return exponential(along[..., None, None] * self.base.unsqueeze(1))
 
-    def at(self, positions: Tensor) -> "Commuting":
-        return self._moved(positions, self.positions)
-
     def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Tensor | None]:
         of_heads = {name: _of_heads(getattr(self, name), heads, 0) for name in ("base", "basis", "angular")}
         factors = _of_heads(self.factors, heads, 1)
         return {"positions": self.positions[(*batch, tokens)], "factors": factors, **of_heads}
 
-    def inverse(self) -> "Commuting":
-        return self._with(positions=-self.positions)
 
-
-class PlanarInBasis(Rotation):
+class PlanarInBasis(ByPositions):
     """Rotation of channel pairs in another basis:  R(p) = P rot(φ) P^T,  φ_i = sum_a p_a f_ai,  block by block.
 
     Attributes:
@@ -502,10 +504,8 @@ class PlanarInBasis(Rotation):
         basis: P, `(heads or 1, blocks, b, b)`, orthogonal, b even.
     """
 
-    positions: Tensor
     frequencies: Tensor
     basis: Tensor
-    _table: Tensor | None = None
 
     def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
         return pairs.in_basis(x, self.basis, self.planar.encode) if self.basis.numel() else x[:2]
@@ -552,15 +552,8 @@ class PlanarInBasis(Rotation):
         with without_autocast(basis):
             return identity + exact_matmul(exact_matmul(basis, rotations - identity), basis.mT)
 
-    def at(self, positions: Tensor) -> "PlanarInBasis":
-        return self._moved(positions, self.positions, _table=None)
-
     def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Tensor | None]:
         return {**self.planar._part(batch, heads, tokens), "basis": _of_heads(self.basis, heads, 0)}
-
-    def inverse(self) -> "PlanarInBasis":
-        inverse = self._with(positions=-self.positions, _table=None)
-        return inverse if self._table is None else inverse.tabulated()
 
 
 class Block(Rotation):
@@ -643,5 +636,5 @@ def _indices(index: Any, ndim: int) -> tuple[tuple[slice, ...], slice, Any]:
     *batch, heads, tokens = expanded
     by_indices = isinstance(tokens, Tensor) and tokens.ndim == 1 and not tokens.is_floating_point()
     if not (by_indices or isinstance(tokens, slice)) or not all(isinstance(part, slice) for part in (*batch, heads)):
-        raise ValueError(f"a rotation must be indexed by slices, tokens also by indices (n,), got {index}")
+        raise ValueError(f"a rotation must be indexed by slices, tokens also by indices (n,), got {shown(index)}")
     return tuple(batch), heads, tokens

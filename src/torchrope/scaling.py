@@ -146,17 +146,7 @@ METHODS: dict[str, Callable[..., Tensor]] = {function.__name__: function for fun
 def scaling_of(
     method: Method, factor: PerAxis, *, train_size: PerAxis | None, extent: PerAxis | None = None
 ) -> Scaling:
-    """Return the function on frequencies of a method, with its settings bound.
-
-    Args:
-        method: Its name, or a function.
-        factor: How many times longer the input is.
-        train_size: Extent of the training data in units of position.
-        extent: What `train_size` is by default.
-
-    Raises:
-        ValueError: an unknown method, a train_size that is missing or not used.
-    """
+    """Return the function on frequencies of a method, with its settings bound; `extent` is the default train_size."""
     if not callable(method) and method not in METHODS:
         *first, last = METHODS
         raise ValueError(f"method must be {', '.join(first)}, {last} or a function, got {method!r}")
@@ -174,16 +164,7 @@ def scaling_of(
 
 @torch.no_grad()
 def scale_frequencies(encoding: Encoding, scaling: Scaling, method: Method) -> None:
-    """Scale the frequencies of an encoding in place.
-
-    Args:
-        encoding: An encoding with frequencies; for "interpolate" any encoding.
-        scaling: Function from frequencies to frequencies; "interpolate" applies it to the entries of generators.
-        method: Name or function of the scaling.
-
-    Raises:
-        ValueError: an encoding without frequencies.
-    """
+    """Scale the frequencies of an encoding in place; "interpolate" scales the entries of generators of any encoding."""
     if isinstance(encoding, NoEncoding) or not encoding.rotary_dim:
         return
     if encoding.has_frequencies:

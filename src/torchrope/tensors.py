@@ -1,7 +1,7 @@
 """Tensor utilities: dtypes for angles, modules that keep them, disabling autocast, and whether values can be read."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from inspect import get_annotations
@@ -250,3 +250,45 @@ def block_diagonal(blocks: Tensor, size: int) -> Tensor:
     cells = dense[..., : n * b, : n * b].unflatten(-1, (n, b)).unflatten(-3, (n, b))  # (..., n, b, n, b)
     cells.diagonal(dim1=-4, dim2=-2).copy_(blocks.movedim(-3, -1))  # (..., b, b, n)
     return dense
+
+
+def require_module(name: str, model: object) -> None:
+    """Raise ValueError if a function, by its name, is called with anything else than a model."""
+    if not isinstance(model, nn.Module):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise ValueError(f"{name} needs a model, an instance of torch.nn.Module, got {kind}")
+
+
+def require_tensor(name: str, x: object) -> None:
+    """Raise ValueError if x is no tensor."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {shown(x)}")
+
+
+def shown(x: object) -> str:
+    """Describe a value in an error message: the shape of a tensor, with its dtype unless that is float32."""
+    if x is None or isinstance(x, bool | int | float | str):
+        return repr(x)
+    if isinstance(x, tuple):
+        return f"({', '.join(map(shown, x))})"
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    dtype = "" if x.dtype == torch.float32 else f"{str(x.dtype).removeprefix('torch.')} "
+    return f"{dtype}{tuple(x.shape)}"
+
+
+def require_counts(least: int = 1, **numbers: Any) -> None:
+    """Raise ValueError unless numbers, by their names, are integers, `least` or more."""
+    for name, number in numbers.items():
+        if not hasattr(number, "__index__"):
+            raise ValueError(f"{name} must be an integer, got {shown(number)}")
+        if number < least:
+            raise ValueError(f"{name} must be {least} or more, got {number}")
+
+
+def counts_per_axis(name: str, value: int | Sequence[int], num_axes: int) -> tuple[int, ...]:
+    """Return one integer, 1 or more, for each axis; a single one is repeated for all axes."""
+    numbers = tuple(value) if isinstance(value, Sequence) else (value,) * num_axes
+    if len(numbers) != num_axes or not all(hasattr(number, "__index__") and number >= 1 for number in numbers):
+        raise ValueError(f"{name} must be 1 or more, one integer or one per axis ({num_axes}), got {shown(value)}")
+    return numbers

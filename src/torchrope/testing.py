@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from torchrope.encodings import Encoding
 from torchrope.encodings.base import in_basis
+from torchrope.encodings.names import takes
 from torchrope.positions import prefix
 from torchrope.rotating import rotate
 from torchrope.tensors import block_diagonal
@@ -565,7 +566,10 @@ def _built(make: Make) -> Encoding:
             name = getattr(make, "__name__", "MyEncoding")
             cause += f": pass functools.partial({name}, num_axes=2, num_heads=4, head_dim=16)"
         if "abstract class" in str(error):
-            cause = "a subclass of Encoding must define generators()"
+            method = str(error).split()[-1].strip("'")
+            cause = f"a subclass must define {method}()"
+        elif isinstance(make, type) and takes(make, "num_axes"):
+            pass
         elif any(words in str(error) for words in ("before Module.__init__()", "Encoding.__init__()", *unset)):
             cause = call
         raise AssertionError(f"{untested}{cause}, got {_one_line(error)}") from error

@@ -54,13 +54,6 @@ def test_tensors_of_encodings_survive_casts_of_the_model_around_them(cast: str) 
     assert all(after[name] is tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter))
 
 
-def test_rotation_at_position_481_is_exact_in_a_bfloat16_model() -> None:
-    encoding = tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=64)
-    positions = torch.tensor([[481.0, 13.0]])
-    exact = encoding(positions).matrix()
-    assert (encoding.bfloat16()(positions).matrix() - exact).abs().max() < 1e-6
-
-
 def test_double_widens_and_other_dtypes_and_devices_follow() -> None:
     encoding = tr.LieRE(num_axes=2, num_heads=2, head_dim=8)
     upper = encoding.upper

@@ -59,10 +59,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: tr.apply(heads(), tr.grid(8, 12)),  # type: ignore[arg-type]
         "rotation must be encoding(positions)",
     ),
-    "rotate by positions, other layout": (
-        lambda: rotate(tr.grid(8, 12), layout="bthd"),
-        "rotation must be encoding(positions)",
-    ),
     "tokens first": (
         lambda: rotate(encoding()(tr.grid(8, 12)), heads().transpose(1, 2)),
         "q must have the rotation's 96 tokens, got 4; it has as many heads: "
@@ -81,7 +77,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "sizes must be one argument each, grid(8, 12) or grid(*sizes), got ((8, 12),)",
     ),
     "rope": (lambda: tr.encodings.parse_encoding("rope"), "did you mean 'axial'?"),
-    "RoPE": (lambda: tr.encodings.parse_encoding("RoPE"), "did you mean 'axial'?"),
     "liere8": (lambda: tr.encodings.parse_encoding("liere8"), "did you mean 'liere:8'?"),
     "LieRE8": (lambda: tr.encodings.parse_encoding("learned+LieRE8"), "did you mean 'liere:8'?"),
     "leire:8": (lambda: tr.encodings.parse_encoding("leire:8"), "did you mean 'liere:8'?"),
@@ -94,9 +89,78 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: vit(encoding="mixed")(torch.randn(1, 1, 8, 8), spacing=torch.ones(1, 2)),
         "spacing needs positions in a unit of length, such as tr.Lattice(unit=16.0, patch_size=16)",
     ),
-    "positions on another device": (
-        lambda: encoding().to("meta")(tr.grid(8, 12)),
-        "positions are on cpu, the encoding on meta: tr.grid(..., device=x.device)",
+    "a tuple of spacings": (
+        lambda: vit(positions=tr.Lattice(unit=1.0))(torch.randn(1, 1, 8, 8), spacing=(1.0, 2.0)),
+        "spacing must be voxel spacings (batch, 2), a tensor, got (1.0, 2.0)",
+    ),
+    "units of other axes": (
+        lambda: tr.Lattice(unit=(1.0, 2.0, 3.0))(2, 2, spacing=torch.ones(1, 2)),
+        "unit must be one number or one per axis (2), got 3",
+    ),
+    "positions in place of a lattice": (
+        lambda: vit(positions=tr.grid(4, 4)),
+        "positions must be a Lattice or None, got (16, 2)",
+    ),
+    "a size without axes": (
+        lambda: tr.ViT(32, patch_size=4),
+        "input_size must be the extent of the data along each axis, got 32",
+    ),  # type: ignore[arg-type]
+    "no batch": (
+        lambda: vit()(torch.randn(1, 8, 8)),
+        "data must be (batch, channels, *sizes) of 2 sizes, got (8,)",
+    ),
+    "a NumPy array": (
+        lambda: vit()(torch.randn(1, 1, 8, 8).numpy()),
+        "data must be a tensor, or a list of samples, got ndarray",
+    ),
+    "an encoding in place of a class": (
+        lambda: vit(encoding=encoding()),
+        "the rotary encoding must be built by a subclass of Encoding or a function, got an instance of MixedRoPE",
+    ),
+    "a table in place of a rotary encoding": (lambda: vit(encoding=tr.LearnedAPE), "or a function, got LearnedAPE"),
+    "a name in a choice": (
+        lambda: tr.encodings.Choice(tr.MixedRoPE, "learned"),  # type: ignore[arg-type]
+        "the absolute encoding must be built by a subclass of AbsoluteEncoding or a function, got 'learned'",
+    ),
+    "a function that returns nothing": (
+        lambda: vit(encoding=lambda **head: None),
+        "a function that builds an encoding must return an Encoding, got NoneType",
+    ),
+    "a registered instance": (lambda: tr.register_encoding("made", encoding()), "got an instance of MixedRoPE"),
+    "head_dim divided by /": (
+        lambda: tr.MixedRoPE(num_axes=2, num_heads=4, head_dim=64 / 4),  # type: ignore[arg-type]
+        "head_dim must be an integer, got 16.0",
+    ),
+    "generators of a class that only reads them": (
+        lambda: Mine(num_axes=1, num_heads=1, head_dim=2).set_generators(torch.zeros(1, 1, 1, 2, 2)),
+        "Mine cannot be set from generators, it must define load_generators(generators)",
+    ),
+    "sizes in place of positions": (
+        lambda: encoding()((8, 12)),
+        "got shape (2,); those of a lattice are tr.grid(*sizes), of one axis x[:, None]",
+    ),
+    "no keys": (lambda: tr.rotate(heads(), None, encoding()(tr.grid(8, 12))), "k must be a tensor, got None"),  # type: ignore[arg-type]
+    "samples as lists": (lambda: tr.pack([[[0.0]]]), "positions of a sample must be a tensor, got list"),  # type: ignore[list-item]
+    "an index of floats": (lambda: encoding()(tr.grid(8, 12))[:, torch.zeros(99)], "got (slice, (99,))"),
+    "a class in place of a model": (
+        lambda: tr.swap(nn.Linear, "mixed"),  # type: ignore[type-var]
+        "swap needs a model, an instance of torch.nn.Module, got the class Linear",
+    ),
+    "a state dict in place of a model": (
+        lambda: tr.save({}, "file"),
+        "save needs a model, an instance of torch.nn.Module, got dict",
+    ),  # type: ignore[arg-type]
+    "parameters in place of a model": (
+        lambda: tr.parameter_groups(vit().parameters(), 0.1),  # type: ignore[arg-type]
+        "parameter_groups needs a model, an instance of torch.nn.Module, got generator",
+    ),
+    "queries on another device": (
+        lambda: rotate(encoding()(tr.grid(8, 12)), heads().to("meta")),
+        "q and its rotation must be on one device, got meta and cpu",
+    ),
+    "keys on another device": (
+        lambda: tr.rotate(heads(), heads().to("meta"), encoding()(tr.grid(8, 12))),
+        "k and its rotation must be on one device, got meta and cpu",
     ),
 }
 

@@ -43,9 +43,9 @@ def test_empty_and_unequal() -> None:
     assert tr.rotate(q, k, from_angles(torch.zeros(0, 8, dtype=torch.float64)))[0].shape == q.shape
     with pytest.raises(ValueError, match="must have the rotation's 5 tokens, got 6"):
         tr.rotate(*_qk(), from_angles(torch.zeros(5, 8)))
-    with pytest.raises(ValueError, match=r"angles must be .*, got \(8,\) in float32"):
+    with pytest.raises(ValueError, match=r"angles must be .*, got \(8,\)$"):
         from_angles(torch.zeros(8))
-    with pytest.raises(ValueError, match=r"got \(3, 8\) in bfloat16"):
+    with pytest.raises(ValueError, match=r"got bfloat16 \(3, 8\)$"):
         from_angles(torch.zeros(3, 8, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="head_dim must be 2 · 8 pairs or more, got 15"):
         from_angles(torch.zeros(3, 8), head_dim=15)

@@ -142,11 +142,3 @@ def test_arguments_are_those_of_the_constructor_and_what_it_passes_on() -> None:
     assert takes(Blocks, "block_size")
     assert not takes(Isotropic, "block_size")
     assert not takes(build, "rotary_dim")
-
-
-@pytest.mark.parametrize(
-    "family", [tr.AxialRoPE, tr.encodings.GoldenGateRoPE, tr.encodings.MultiHeadRoPE, tr.NoEncoding]
-)
-def test_fixed_families_have_no_shared_heads(family: Callable[..., Any]) -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'shared_heads'"):
-        family(num_axes=1, num_heads=2, head_dim=8, shared_heads=True)

@@ -247,6 +247,22 @@ def test_a_rotation_that_was_not_checked_when_it_was_made_is_when_it_is_used(cal
 
 @needs_kernels
 @torch.no_grad()
+@pytest.mark.parametrize("make", [tr.MixedRoPE, tr.ComRoPELD, tr.STRING, partial(tr.LieRE, block_size=4)])
+def test_tensors_of_a_rotation_that_get_another_shape_are_refused(make: Any, called: list[str]) -> None:
+    """As by `x.data = ...` and `x.resize_`, after which kernels would read and write beyond tensors."""
+    encoding = make(num_axes=2, num_heads=2, head_dim=8)
+    for index in range(len(encoding(P[0])._tensors())):
+        rotation = encoding(P[0])
+        tensor = rotation._tensors()[index]
+        tensor.data = torch.cat([tensor] * 9, dim=-1)
+        called.clear()
+        with pytest.raises(ValueError, match=r"^\w+ needs floating-point tensors on one device .*, got "):
+            tr.rotate(Q, Q, rotation)
+        assert not called
+
+
+@needs_kernels
+@torch.no_grad()
 def test_whatever_rotate_hands_to_kernels_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operators, which check everything, must not refuse what `rotate` and `apply` have let through."""
     for name in ("rotate_planar", "rotate_basis", "rotate_block"):

@@ -222,7 +222,7 @@ TOO_LARGE: list[tuple[str, Place, Any, str]] = [
     ("timm", (*ENCODING, "num_axes"), 10**9, "num_axes .* must be 2, got"),
     ("timm", (*ENCODING, "num_heads"), 10**9, "num_heads .* must be 1 or 2, got"),
     ("timm", (*ENCODING, "block_size"), 10**9, "block_size .* 65536"),
-    ("timm", (*ENCODING, "rotary_dim"), 60_000, "rotary_dim must be between 0 and head_dim = 16"),
+    ("timm", (*ENCODING, "rotary_dim"), 60_000, "rotary_dim must be an integer from 0 to head_dim = 16"),
     ("torchrope", (*ARGUMENTS, "depth"), 10**9, r"depth .* from 0 to 64, for 3\d tensors in the file, got 1000000000"),
     ("torchrope", (*ARGUMENTS, "dim"), 10**9, r"dim .* from -65536 to 65536, for tensors of up to 1000 in the file"),
     ("torchrope", (*ARGUMENTS, "input_size"), [10**9, 16], "16,777,216"),

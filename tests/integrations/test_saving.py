@@ -163,6 +163,18 @@ def test_encodings_of_users_are_passed_explicitly(tmp_path: Path) -> None:
     assert type(tr.load(tmp_path, classes=[Isotropic]).encodings[0]) is Isotropic
 
 
+@pytest.mark.parametrize("wrap", [nn.DataParallel, partial(torch.compile, backend="eager")])
+def test_wrapped_models_are_saved_and_loaded_without_the_wrapper(wrap: Any, tmp_path: Path) -> None:
+    model: Any = awake(tr.swap(made("vit").eval(), "mixed"))
+    x = images(model)
+    tr.save(wrap(model), tmp_path / "m")
+    for into in (MODELS["vit"]().eval(), wrap(MODELS["vit"]().eval())):
+        assert tr.load(tmp_path / "m", into=into) is into
+        assert torch.equal(into(x), model(x))
+    tr.save(wrap(small()), tmp_path / "m")
+    assert type(tr.load(tmp_path / "m")) is tr.ViT
+
+
 def test_file_is_plain_data(tmp_path: Path) -> None:
     tr.save(tr.swap(made("vit"), "liere:4"), tmp_path / "m")
     head, _ = stored(tmp_path / "m")

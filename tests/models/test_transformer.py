@@ -138,24 +138,6 @@ def test_single_token_is_a_valid_sample(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_duplicating_all_tokens_changes_nothing(kind: str) -> None:
-    model, given = build(**KINDS[kind]).double(), data()
-    twice = {name: torch.cat([x, x], dim=1) for name, x in given.items()}
-    assert (answers(model, twice) - answers(model, given)).abs().max() < 1e-12
-
-
-def test_tokens_at_one_position_differ_by_content() -> None:
-    model, given = build(output="tokens").double(), data()
-    given["positions"] = torch.zeros_like(given["positions"])
-    found = answers(model, given)
-    assert found.isfinite().all()
-    assert (found[:, 0] - found[:, 1]).abs().max() > 1e-6
-    given["x"][:, 1] = given["x"][:, 0]
-    same = answers(model, given)
-    assert (same[:, 0] - same[:, 1]).abs().max() < 1e-12
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["mixed", "liere:8", "sinusoidal"])
 def test_scale_normalises_units_per_axis(name: str, kind: str) -> None:
     units, given = torch.tensor([0.001, 3600.0], **WIDE), data()

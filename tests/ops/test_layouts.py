@@ -63,7 +63,6 @@ def test_heads_come_first_by_default_also_if_both_layouts_fit() -> None:
 @pytest.mark.parametrize(
     ("x", "layout", "message"),
     [
-        (torch.zeros(1, 5, 2, 8), "bshd", "layout must be one of bhtd, bthd, got 'bshd'"),
         (torch.zeros(5, 8), "bthd", r"x must be \(batch, tokens, heads, head_dim\) in layout bthd, got \(5, 8\)"),
         (torch.zeros(1, 2, 5, 8), "bthd", "x must have the rotation's 5 tokens, got 2"),
         (torch.zeros(1, 5, 2, 8), "bhtd", "x must have the rotation's 5 tokens, got 2"),

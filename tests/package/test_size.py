@@ -10,8 +10,13 @@ ROOT = Path(__file__).parents[2]
 CODE = {".py", ".c", ".h", ".js", ".css", ".html", ".yaml", ".svg"}
 
 LINES = {
+<<<<<<< HEAD
     "src/torchrope": 21883,
     "src/torchrope/ops": 6632,
+=======
+    "src/torchrope": 21871,
+    "src/torchrope/ops": 6586,
+>>>>>>> trial
     "src/torchrope/integrations src/torchrope/checkpoints": 6080,
     "lab/src": 23843,
     "tests": 23801,

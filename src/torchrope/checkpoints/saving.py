@@ -26,6 +26,7 @@ from torchrope.lattice import Lattice
 from torchrope.models import ACTIVATIONS, Features, Swin, Transformer, ViT
 from torchrope.models.layers import PatchEmbed
 from torchrope.rotations import Block, Commuting, GivenAngles, Planar, PlanarInBasis
+from torchrope.tensors import require_module
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -85,7 +86,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     what `load` would build is built once on the meta device, and an error is raised if it differs.
 
     Args:
-        model: A `ViT`, `Swin`, `Transformer` or `Features`, or any module with swapped parts.
+        model: A `ViT`, `Swin`, `Transformer` or `Features`, or a module with swapped parts, also compiled or in DDP.
         path: A file, or a folder, which gets a file `torchrope.safetensors`.
 
     Raises:
@@ -96,6 +97,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """
     from safetensors.torch import save as to_bytes
 
+    require_module("save", model)
+    model = _unwrapped(model)
     tensors = model.state_dict()
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
@@ -143,6 +146,13 @@ def load(
         rule = "load needs a file that torchrope.save wrote"
         like = "" if into is None else f" from a model built like the given {type(into).__name__}"
         raise ValueError(f"{rule}{like}, got {file}: {kinds.one_line(error)}") from None
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model within torch.compile and data-parallel wrappers, which rename its tensors."""
+    parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+    inner: Any = model.module if parallel else getattr(model, "_orig_mod", None)
+    return model if inner is None else _unwrapped(inner)
 
 
 def _settings(model: nn.Module, manifest: Manifest) -> str:
@@ -195,7 +205,7 @@ def _loaded(path: Path, classes: tuple[type[Encoding], ...], into: nn.Module | N
             check_fits(_built(file, "meta"), file.manifest)
         tensors = {name: opened.get_tensor(name).clone() for name in file.manifest}
     if into is not None:
-        _fill(file, into, tensors)
+        _fill(file, _unwrapped(into), tensors)
         return into
     model = _built(file, "cpu")
     numbers = Counter({torch.float32: 0})

@@ -15,7 +15,7 @@ from torchrope.ops.backends import check_not_onnx, takes_kernels
 from torchrope.ops.layouts import require_dense
 from torchrope.ops.library import run
 from torchrope.ops.reference import combine
-from torchrope.ops.shapes import fits_kernels, require_shape, require_square, shown
+from torchrope.ops.shapes import fits_kernels, require_shape, require_square
 from torchrope.ops.skew_exp import exponential
 from torchrope.rotations import Block, Commuting, Planar, PlanarInBasis, Rotation
 from torchrope.tensors import (
@@ -25,7 +25,9 @@ from torchrope.tensors import (
     can_read,
     exact_matmul,
     is_narrow,
+    require_counts,
     require_unrounded,
+    shown,
     warn_once,
     wide_dtype,
     wide_positions,
@@ -91,18 +93,15 @@ class Encoding(Float32Module, ABC):
         shared_heads: bool = False,
     ) -> None:
         super().__init__()
-        for name, value in dict(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim).items():
-            if value < 1:
-                raise ValueError(f"{name} must be 1 or more, got {value}")
-        if rotary_dim is not None and not 0 <= rotary_dim <= head_dim:
-            raise ValueError(f"rotary_dim must be between 0 and head_dim = {head_dim}, got {rotary_dim}")
+        require_counts(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim)
+        if rotary_dim is not None and not (hasattr(rotary_dim, "__index__") and 0 <= rotary_dim <= head_dim):
+            raise ValueError(f"rotary_dim must be an integer from 0 to head_dim = {head_dim}, got {shown(rotary_dim)}")
         self.num_axes = num_axes
         self.num_heads = num_heads
         self.head_dim = head_dim
         self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
         self.block_size = (self.rotary_dim or head_dim) if block_size is None else block_size
-        if self.block_size < 2:
-            raise ValueError(f"block_size must be 2 or more, got {self.block_size}")
+        require_counts(2, block_size=self.block_size)
         self.shared_heads = shared_heads
         self.require_divisible(self.block_size, "block_size")
 
@@ -317,7 +316,8 @@ class Encoding(Float32Module, ABC):
         require_dense("positions", positions)
         if positions.ndim not in (2, 3):
             rule = "positions must be (tokens, axes) or (batch, tokens, axes)"
-            raise ValueError(f"{rule}, got shape {tuple(positions.shape)}")
+            hint = "; those of a lattice are tr.grid(*sizes), of one axis x[:, None]" if positions.ndim < 2 else ""
+            raise ValueError(f"{rule}, got shape {tuple(positions.shape)}{hint}")
         if positions.shape[-1] != self.num_axes:
             raise ValueError(f"positions must have num_axes = {self.num_axes} axes, got {positions.shape[-1]}")
         if positions.is_complex() or positions.dtype == torch.bool:
@@ -382,8 +382,7 @@ def skew(upper: Tensor, block_size: int) -> Tensor:
     Raises:
         ValueError: block_size is below 1, or upper is not floating point or has another last dimension.
     """
-    if block_size < 1:
-        raise ValueError(f"block_size must be 1 or more, got {block_size}")
+    require_counts(block_size=block_size)
     entries = block_size * (block_size - 1) // 2
     if not upper.ndim or upper.shape[-1] != entries or not upper.is_floating_point():
         rule = f"upper must be floating point (..., {entries}) for block_size = {block_size}"
@@ -399,11 +398,7 @@ def skew(upper: Tensor, block_size: int) -> Tensor:
 
 
 def upper_triangle(blocks: Tensor) -> Tensor:
-    """Read the strict upper triangles `(..., b (b - 1) / 2)` of blocks `(..., b, b)`: the inverse of `skew`.
-
-    Raises:
-        ValueError: the last two dimensions differ, or blocks are not floating point.
-    """
+    """Read the strict upper triangles `(..., b (b - 1) / 2)` of blocks `(..., b, b)`: the inverse of `skew`."""
     require_square("blocks", blocks)
     rows, columns = torch.triu_indices(blocks.shape[-1], blocks.shape[-1], 1, device=blocks.device)
     return blocks[..., rows, columns]

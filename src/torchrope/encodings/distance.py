@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrope.encodings.bias import OffsetBias
-from torchrope.tensors import exact_matmul, without_autocast
+from torchrope.tensors import exact_matmul, require_counts, without_autocast
 
 
 def offsets_of(sizes: Sequence[int], like: Tensor) -> Tensor:
@@ -106,8 +106,7 @@ class FIRE(DistanceBias):
 
     def __init__(self, *, sizes: Sequence[int], num_heads: int, hidden_dim: int = 32) -> None:
         super().__init__(sizes=sizes, num_heads=num_heads)
-        if hidden_dim < 1:
-            raise ValueError(f"hidden_dim must be 1 or more, got {hidden_dim}")
+        require_counts(hidden_dim=hidden_dim)
         self.hidden_dim = hidden_dim
         self.train_distance = max(math.hypot(*(size - 1 for size in self.sizes)), 1.0)
         self.log_scale = nn.Parameter(torch.empty(()))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
 
+from torch import nn
 from typing_extensions import get_type_hints, is_typeddict
 
 from torchrope.encodings import baselines
@@ -81,12 +82,30 @@ class Choice:
         absolute: Builds the absolute encoding from sizes and dim, such as `LearnedAPE`, or None.
         bias: Builds the score bias from sizes and num_heads, such as `RelativePositionBias`, or None.
         name: The name as written, such as "learned+liere:8"; empty if there is none.
+
+    Raises:
+        ValueError: a part that is neither a function nor a class of its kind, or a `functools.partial` of one.
     """
 
     rotary: Callable[..., Encoding] = NoEncoding
     absolute: Callable[..., AbsoluteEncoding] | None = None
     bias: Callable[..., ScoreBias] | None = None
     name: str = ""
+
+    def __post_init__(self) -> None:
+        for (base, _), (part, build) in zip(KINDS, vars(self).items(), strict=False):
+            if not _builds(build, base) and (build is not None or base is Encoding):
+                rule = f"the {part} encoding must be built by a subclass of {base.__name__} or a function"
+                raise ValueError(f"{rule}, got {_shown(build)}")
+
+    def build_rotary(self, **head: Any) -> Encoding:
+        """Build the rotary encoding; ValueError if a function returns none."""
+        encoding: object = self.rotary(**head)
+        if not isinstance(encoding, Encoding):
+            raise ValueError(
+                f"a function that builds an encoding must return an Encoding, got {type(encoding).__name__}"
+            )
+        return encoding
 
     @property
     def parts(self) -> list[type[Encoding] | type[AbsoluteEncoding] | type[ScoreBias]]:
@@ -118,8 +137,7 @@ def register_encoding(name: str, build: Callable[..., Any], *, exist_ok: bool = 
         raise ValueError(f"name must be letters, digits, '-', '_', '.' and ':', got {name!r}")
     if name in BUILT_IN or (name in builders() and not exist_ok and builders()[name] is not build):
         raise ValueError(f"name must not be in use, got {name!r}, which builds {_shown(builders()[name])}")
-    cls = built_class(build) or (Encoding if callable(build) and not isinstance(build, type) else None)
-    kind = next((named for base, named in KINDS if cls is not None and issubclass(cls, base)), None)
+    kind = next((named for base, named in KINDS if _builds(build, base)), None)
     if kind is None:
         rule = "build must be a subclass of Encoding, AbsoluteEncoding or ScoreBias, or a function that returns one"
         raise ValueError(f"{rule}, got {_shown(build)}")
@@ -169,6 +187,12 @@ def built_class(build: Callable[..., Any]) -> type | None:
     while isinstance(build, partial):
         build = build.func
     return build if isinstance(build, type) else None
+
+
+def _builds(build: Any, base: type) -> bool:
+    """Whether build is a function, or a subclass of base or a `functools.partial` of one."""
+    cls = built_class(build)
+    return callable(build) and not isinstance(build, nn.Module) if cls is None else issubclass(cls, base)
 
 
 def takes(build: Callable[..., Any], argument: str) -> bool:
@@ -270,7 +294,8 @@ def _base(name: str, build: Callable[..., Encoding], text: str) -> float:
 
 
 def _shown(build: Any) -> str:
-    return getattr(built_class(build) or build, "__name__", repr(build))
+    kind = f"{build!r}" if build is None or isinstance(build, str) else f"an instance of {type(build).__name__}"
+    return getattr(built_class(build) or build, "__name__", kind)
 
 
 def _unknown(part: str) -> str:

@@ -18,6 +18,7 @@ from torchrope.integrations.layer import Interception, SwappedLayer
 from torchrope.integrations.own_rotation import OwnRotation
 from torchrope.integrations.positions import FromArgument, FromLayer, FromPatches
 from torchrope.integrations.rotary import ATTRIBUTE, FrozenParameters, Replaced, Rotary
+from torchrope.tensors import require_module
 
 OLDEST = {"timm": "1.0.31", "transformers": "5.23", "diffusers": "0.42"}
 """Oldest releases that the families are tested with, as in pyproject.toml; they call functions that older ones lack."""
@@ -190,6 +191,7 @@ def register_family(family: ModelFamily) -> None:
 
 def adapters(model: nn.Module) -> list[Adapter]:
     """Return adapters of the outermost submodules that `swap` supports; ImportError for libraries before `OLDEST`."""
+    require_module("swap", model)
     supported: list[Adapter] = []
     within: set[int] = set()
     for module in model.modules():
@@ -260,6 +262,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     """
     if not 0 <= weight_decay < math.inf:
         raise ValueError(f"weight_decay must be 0 or more and finite, got {weight_decay}")
+    require_module("parameter_groups", model)
     exempt: set[nn.Parameter] = set()
     for part in model.modules():
         if type(part).__name__ == "FullyShardedDataParallel":

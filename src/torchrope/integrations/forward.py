@@ -28,10 +28,8 @@ class Placed:
 
     Attributes:
         positions: One tensor for each encoding.
-        shared: The rotation, if all layers share an encoding. It is computed before the first layer, which gradient
-            checkpointing may run again.
-        backward: The backward pass in which the forward began, -1 outside of one; None for blocks that are run again,
-            whose backward pass is another.
+        shared: The rotation if all layers share an encoding, made before layers that checkpointing may run again.
+        backward: The backward pass in which the forward began, -1 outside of one; None for blocks that are run again.
     """
 
     positions: list[Tensor]
@@ -53,8 +51,7 @@ class Running:
 class ForwardState:
     """The state of a running forward of a swapped model, separate in each thread; `handles` undo what `swap` attached.
 
-    Encodings are looked up in the model at every call, so that wrappers that replace them (peft) and copies of the
-    model are followed.
+    Encodings are looked up at every call, to follow wrappers that replace them (peft) and copies of the model.
     """
 
     def __init__(self, tower: nn.Module) -> None:

@@ -20,7 +20,8 @@ from torchrope.inference import require_unfrozen
 from torchrope.lattice import Lattice
 from torchrope.models import ViT
 from torchrope.models.layers import PatchEmbed, choice_of, resolve
-from torchrope.positions import per_axis
+from torchrope.positions import per_axis, positive
+from torchrope.tensors import counts_per_axis
 
 _ANY_AXES = (NoEncoding, families.MixedRoPE, families.STRING, families.LieRE, families.ComRoPELD)
 _TOWERS = ("ViTModel", "Dinov2Model", "Dinov2WithRegistersModel")  # of transformers, whose layers are a ViT's
@@ -75,8 +76,8 @@ def inflate(
         raise ValueError(f"axes must be greater than the model's {old}, got {axes}")
     if weights not in ("average", "center"):
         raise ValueError(f"weights must be 'average' or 'center', got {weights!r}")
-    depths = _integers("patch_size", patch_size, new)
-    extents = depths if size is None else _integers("size", size, new)
+    depths = counts_per_axis("patch_size of new axes", patch_size, new)
+    extents = depths if size is None else counts_per_axis("size of new axes", size, new)
     inflated, share = copy.deepcopy(source), source.arguments["share_layers"]
     _extend_patches(inflated.embed, depths, centred=weights == "center")
     ahead = inflated.embed.lattice((*extents, *source.embed.patch_size))[:new]
@@ -130,13 +131,6 @@ def _as_vit(model: nn.Module) -> ViT:
     return converted
 
 
-def _integers(name: str, value: int | Sequence[int], count: int) -> tuple[int, ...]:
-    numbers = (value,) * count if isinstance(value, int) else tuple(value)
-    if len(numbers) != count or min(numbers) < 1:
-        raise ValueError(f"{name} must be 1 or more, one number or one per new axis = {count}, got {value}")
-    return numbers
-
-
 def _extend_patches(embed: PatchEmbed, depths: tuple[int, ...], *, centred: bool) -> None:
     """Extend the patches of an embedding over several slices."""
     before, old = embed.proj.weight, len(embed.patch_size)
@@ -155,7 +149,7 @@ def _with_axes(encoding: Encoding, new: int, build: str | Callable[..., Encoding
     if choice.absolute is not None or choice.bias is not None:
         raise ValueError(f"encoding must be a rotary encoding without table or bias, got {build!r}")
     generators = encoding.generators().detach()
-    made = choice.rotary(num_axes=encoding.num_axes + new, **encoding.head_sizes).to(generators)
+    made = choice.build_rotary(num_axes=encoding.num_axes + new, **encoding.head_sizes).to(generators)
     made.set_generators(torch.cat([generators.new_zeros(new, *generators.shape[1:]), generators]))
     learns = build is not None or all(parameter.requires_grad for parameter in encoding.parameters())
     return made.train(encoding.training).requires_grad_(learns)
@@ -194,11 +188,9 @@ def _repeated(part: nn.Module, ahead: tuple[int, ...]) -> Any:
 def _with_slices(source: ViT, depths: tuple[int, ...], spacing: float | Sequence[float]) -> Lattice:
     """Return the lattice of the patches of a volume, whose slices have the positions of the source."""
     patch, old, new = source.embed.patch_size, len(source.embed.patch_size), len(depths)
-    extents = [spacing] * new if isinstance(spacing, int | float) else list(spacing)
-    voxels = extents if len(extents) == new + old else [*extents, *(1.0,) * old]
-    if len(voxels) != new + old or not all(0 < extent < math.inf for extent in voxels):
-        rule = f"spacing must be above 0, one number, or the size of a voxel along each of {new + old} axes"
-        raise ValueError(f"{rule}, got {spacing}")
+    if isinstance(spacing, int | float):
+        spacing = [*[spacing] * new, *[1.0] * old]
+    voxels = positive("spacing", spacing, new + old)
     lattice = source.position_map
     within = lattice.spaced(*source.embed.lattice(source.arguments["input_size"]))["spacing"]
     # Positions per unit of length, averaged over the old axes.

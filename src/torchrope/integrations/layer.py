@@ -29,9 +29,7 @@ class SwappedLayer:
 
     Attributes:
         state: Of the model's forward.
-        index: Of the layer.
         num_heads: Of keys.
-        module: The attention layer.
         intercepted_forward: Its own forward, in which q and k are rotated.
         scores_only: Whether rotated q and k are used for scores alone: no cache keeps keys, no rotation follows.
     """
@@ -80,11 +78,8 @@ class SwappedLayer:
         return rotation
 
     def set_rotation(self, rotation: Rotation, *, num_text: int = 0, exact: bool = False) -> None:
-        """Set the rotation of the forward that begins.
-
-        The first `num_text` tokens belong to a second stream, of text. If `exact`, PyTorch computes cos and sin, as in
-        a model whose large angles round differently.
-        """
+        """Set the rotation of the forward that begins; the first `num_text` tokens are those of a second stream."""
+        # If exact, PyTorch computes cos and sin, as in a model whose large angles round differently.
         if exact and isinstance(rotation, Planar):
             rotation = rotation._with(_table=torch.stack(rotation.cos_sin(), dim=-2))
         running = self.state.running

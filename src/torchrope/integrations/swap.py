@@ -10,15 +10,15 @@ from torch import nn
 
 from torchrope.checkpoints.saving import describe, to_json
 from torchrope.checkpoints.settings import Limits, check, settable
-from torchrope.encodings import Encoding, NoEncoding, parse_encoding
-from torchrope.encodings.names import built_class
+from torchrope.encodings import Choice, Encoding, NoEncoding, parse_encoding
+from torchrope.encodings.names import built_class, takes
 from torchrope.integrations.families import refuse
 from torchrope.integrations.families.shared import kind_of
 from torchrope.integrations.family import Adapter, AttentionShape, adapters
 from torchrope.integrations.proof import prove
 from torchrope.integrations.rotary import ATTRIBUTE, Rotary
 from torchrope.lattice import Lattice
-from torchrope.positions import PerAxis
+from torchrope.positions import PerAxis, per_axis
 from torchrope.tensors import can_read, wide_dtype
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -84,9 +84,11 @@ def swap(
         rotations = adapter.own_rotations() if start == "model" else []
     if rotations and keep_rotation:
         raise ValueError("keep_rotation must be False for init='model', got True")
-    for name, value in arguments.items() if rotations else ():
-        rule = f"init='model' keeps the model's positions; init='zeros' and init='paper' take {name}"
-        raise ValueError(f"{rule}, got {name}={value}")
+    for name, value in arguments.items():
+        per_axis(name, value, len(shapes[0].lattice))
+        if rotations:
+            rule = f"init='model' keeps the model's positions; init='zeros' and init='paper' take {name}"
+            raise ValueError(f"{rule}, got {name}={value}")
     drawn = built_here and start == "paper"  # otherwise values drawn are overwritten
     with torch.device("cpu"), torch.random.fork_rng(devices=[], enabled=built_here and not drawn):
         encodings = _encodings(encoding, shapes, block_size)
@@ -209,14 +211,17 @@ def _encodings(
             raise ValueError(f"block_size must be None if encoding is an Encoding, got {block_size}")
         encodings = [encoding]
     else:
-        if isinstance(encoding, str):
-            choice = parse_encoding(encoding)
-            if not all(issubclass(part, Encoding) for part in choice.parts):
-                rule = "encoding must be rotary (keep_position_tables=True keeps the model's table)"
-                raise ValueError(f"{rule}, got {encoding!r}")
-            encoding = choice.rotary
-        heads = [{"num_heads": shape.num_heads, "head_dim": shape.head_dim, **further} for shape in shapes]
-        encodings = [encoding(num_axes=len(shape.lattice), **head) for shape, head in zip(shapes, heads, strict=True)]
+        choice = parse_encoding(encoding) if isinstance(encoding, str) else Choice(encoding)
+        if choice.absolute is not None or choice.bias is not None:
+            rule = "encoding must be rotary (keep_position_tables=True keeps the model's table)"
+            raise ValueError(f"{rule}, got {encoding!r}")
+        if further and (
+            "block_size" in getattr(choice.rotary, "keywords", ()) or not takes(choice.rotary, "block_size")
+        ):
+            rule = "block_size must be None unless encoding takes one and has none yet"
+            raise ValueError(f"{rule}, got {encoding!r} and {block_size}")
+        heads = [dict(num_axes=len(s.lattice), num_heads=s.num_heads, head_dim=s.head_dim) for s in shapes]
+        encodings = [choice.build_rotary(**head, **further) for head in heads]
     for index, shape in enumerate(shapes):
         check_fit(encodings[index % len(encodings)], shape)
     return encodings
@@ -231,8 +236,6 @@ def _has_zero_generators(encoding: Encoding) -> bool | None:
 
 def check_fit(encoding: Encoding, shape: AttentionShape) -> None:
     """Raise ValueError unless an encoding has the axes, heads and channels of an attention layer."""
-    if not isinstance(encoding, Encoding):
-        raise ValueError(f"a factory must return an Encoding, got {type(encoding).__name__}")
     axes, heads = len(shape.lattice), encoding.num_heads
     if encoding.num_axes != axes or encoding.head_dim != shape.head_dim or heads not in (1, shape.num_heads):
         rule = f"num_axes={axes}, num_heads={shape.num_heads}, head_dim={shape.head_dim}"

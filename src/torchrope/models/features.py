@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchrope.attention import fit_window, per_axis_window
+from torchrope.attention import fit_window
 from torchrope.models.layers import Shareable, keeps_arguments
 from torchrope.models.swin import Stage, Swin
 from torchrope.models.vit import ViT
 from torchrope.positions import per_axis
+from torchrope.tensors import counts_per_axis, require_counts
 
 _SCALES = (4, 2, 1, 1 / 2)  # cells of each level of the pyramid along a patch
 _EPS = 1e-6  # of ViTDet's norms
@@ -90,7 +91,7 @@ class Features(Shareable, nn.Module):
         self.pyramid = pyramid
         self.out_channels = out_channels
         self.size_divisor = _patch_side(model)
-        self.window_size = None if window_size is None else per_axis_window(window_size, 2)
+        self.window_size = None if window_size is None else counts_per_axis("window_size", window_size, 2)
         self.global_layers: tuple[int, ...] | None = None
         if isinstance(model, Swin):
             if pyramid or global_layers is not None:
@@ -346,8 +347,7 @@ def pad(images: Sequence[Tensor], divisor: int = 1) -> tuple[Tensor, Tensor]:
     if not images or any(image.ndim != 3 or image.shape[0] != images[0].shape[0] for image in images):
         shapes = [tuple(image.shape) for image in images]
         raise ValueError(f"pad needs one or more images (channels, height, width) of the same channels, got {shapes}")
-    if divisor < 1:
-        raise ValueError(f"divisor must be 1 or more, got {divisor}")
+    require_counts(divisor=divisor)
     height, width = (math.ceil(max(image.shape[axis] for image in images) / divisor) * divisor for axis in (1, 2))
     batch = images[0].new_zeros(len(images), images[0].shape[0], height, width)
     mask = torch.zeros(len(images), height, width, dtype=torch.bool, device=batch.device)

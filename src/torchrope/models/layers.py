@@ -3,7 +3,7 @@
 import functools
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
@@ -16,6 +16,7 @@ from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, LearnedAPE, 
 from torchrope.encodings.names import built_as
 from torchrope.lattice import Lattice
 from torchrope.rotations import Rotation
+from torchrope.tensors import counts_per_axis, shown
 
 DropPathSchedule = Literal["linear", "constant"]
 WeightInit = Literal["xavier", "truncated-normal", "torch"]
@@ -148,11 +149,7 @@ class PatchEmbed(nn.Module):
 
     def __init__(self, patch_size: int | Sequence[int], in_channels: int, dim: int, *, num_axes: int) -> None:
         super().__init__()
-        self.patch_size = (patch_size,) * num_axes if isinstance(patch_size, int) else tuple(patch_size)
-        if len(self.patch_size) != num_axes:
-            raise ValueError(f"patch_size must be one number or {num_axes}, got {len(self.patch_size)}")
-        if min(self.patch_size) < 1:
-            raise ValueError(f"patch_size must be 1 or more, got {self.patch_size}")
+        self.patch_size = counts_per_axis("patch_size", patch_size, num_axes)
         self.in_channels = in_channels
         self.proj = nn.Linear(in_channels * torch.Size(self.patch_size).numel(), dim)
         self.frozen_size: tuple[int, ...] | None = None  # the only size, if set by torchrope.freeze
@@ -161,10 +158,10 @@ class PatchEmbed(nn.Module):
         """Return the number of patches along each axis for data of this size."""
         if self.frozen_size is not None and tuple(input_size) != self.frozen_size:
             raise ValueError(f"the model was frozen for input size {self.frozen_size}, got {tuple(input_size)}")
-        fits = len(input_size) == len(self.patch_size) and all(
-            size % patch == 0 for size, patch in zip(input_size, self.patch_size, strict=True)
-        )
-        if not fits:
+        if len(input_size) != len(self.patch_size):
+            rule = f"data must be (batch, channels, *sizes) of {len(self.patch_size)} sizes"
+            raise ValueError(f"{rule}, got {tuple(input_size)}")
+        if any(size % patch for size, patch in zip(input_size, self.patch_size, strict=True)):
             raise ValueError(f"input sizes must be multiples of the patch {self.patch_size}, got {tuple(input_size)}")
         return tuple(size // patch for size, patch in zip(input_size, self.patch_size, strict=True))
 
@@ -179,6 +176,13 @@ class PatchEmbed(nn.Module):
         inner = [3 + 2 * axis for axis in axes]
         patches = x.permute(0, *outer, 1, *inner)  # (batch, *lattice, channels, *patch)
         return self.proj(patches.flatten(1, len(outer)).flatten(2))
+
+
+def axes_of(input_size: Sequence[int]) -> int:
+    """Return the number of axes of the training data."""
+    if not isinstance(input_size, Iterable):
+        raise ValueError(f"input_size must be the extent of the data along each axis, got {input_size}")
+    return len(input_size)
 
 
 def encoding_parameters(model: nn.Module) -> set[str]:
@@ -218,7 +222,7 @@ def lattice_of(positions: Lattice | None) -> Lattice:
     """Return the lattice of a model's argument `positions`."""
     lattice = Lattice() if positions is None else positions
     if type(lattice) is not Lattice:
-        raise ValueError(f"positions must be a Lattice or None, got {lattice!r}")
+        raise ValueError(f"positions must be a Lattice or None, got {shown(lattice)}")
     return lattice
 
 
@@ -348,7 +352,7 @@ def encodings_and_biases(
 ) -> tuple[list[Encoding], list[ScoreBias]]:
     """Build the encodings and biases of layers on a lattice; no biases if the choice has none."""
     head = dict(num_axes=len(sizes), num_heads=num_heads, head_dim=dim // num_heads)
-    encodings = [choice.rotary(**head) for _ in range(count)]
+    encodings = [choice.build_rotary(**head) for _ in range(count)]
     biases = [] if choice.bias is None else [choice.bias(sizes=sizes, num_heads=num_heads) for _ in range(count)]
     return encodings, biases
 

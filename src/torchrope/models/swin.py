@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchrope.attention import Attention, Windows, fit_window, mask_bias, pad_ends, per_axis_window
+from torchrope.attention import Attention, Windows, fit_window, mask_bias, pad_ends
 from torchrope.encodings import Choice, Encoding, LearnedAPE, ScoreBias
 from torchrope.encodings.periodic import update_all_turns
 from torchrope.lattice import Lattice
@@ -17,6 +17,7 @@ from torchrope.models.layers import (
     Layer,
     PatchEmbed,
     Shareable,
+    axes_of,
     completed,
     drop_path_rates,
     encodings_and_biases,
@@ -30,6 +31,7 @@ from torchrope.models.layers import (
     token_positions,
 )
 from torchrope.rotations import Rotation
+from torchrope.tensors import counts_per_axis
 
 SWIN_SIZES: dict[str, dict[str, Any]] = {
     "tiny": dict(dim=96, depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24)),
@@ -119,14 +121,14 @@ class Swin(Shareable, Backbone):
         if len(depths) != len(num_heads) or min([*depths, *num_heads], default=0) < 1:
             received = f"{tuple(depths)} and {tuple(num_heads)}"
             raise ValueError(f"depths and num_heads must be 1 or more, one of each per stage, got {received}")
-        self.embed = PatchEmbed(patch_size, in_channels, dim, num_axes=len(input_size))
+        self.embed = PatchEmbed(patch_size, in_channels, dim, num_axes=axes_of(input_size))
         self.embed_norm = nn.LayerNorm(dim)
         sizes = self.embed.lattice(input_size)
         choice = resolve(encoding)
         self.absolute = None if choice.absolute is None else choice.absolute(sizes=sizes, dim=dim)
         self.dropout = nn.Dropout(dropout)
 
-        window = per_axis_window(window_size, len(sizes))
+        window = counts_per_axis("window_size", window_size, len(sizes))
         rates = drop_path_rates(drop_path, sum(depths), drop_path_schedule)
         self.stages = nn.ModuleList()
         for index, (depth, heads) in enumerate(zip(depths, num_heads, strict=True)):
@@ -197,7 +199,7 @@ class Swin(Shareable, Backbone):
         if self.absolute is not None:
             tokens = tokens + on_lattice(self.absolute, sizes, None if valid_mask is None else extents(valid_mask))
         lattice = self.dropout(tokens).unflatten(1, sizes)
-        window = None if window_size is None else per_axis_window(window_size, len(sizes))
+        window = None if window_size is None else counts_per_axis("window_size", window_size, len(sizes))
         lattices = []
         for index, stage in enumerate(self.stages):
             if valid_mask is not None and index:

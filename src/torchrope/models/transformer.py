@@ -27,7 +27,7 @@ from torchrope.models.layers import (
 )
 from torchrope.positions import PerAxis, Periods, check_periods, pack, positive, rescale
 from torchrope.rotations import Rotation
-from torchrope.tensors import can_read, require_unrounded
+from torchrope.tensors import can_read, require_counts, require_unrounded
 
 
 class MaskAndContext(TypedDict):
@@ -135,10 +135,8 @@ class Transformer(Backbone):
         checkpoint_layers: bool = False,
     ) -> None:
         super().__init__()
-        for name, number in dict(in_channels=in_channels, num_axes=num_axes, depth=depth, num_heads=num_heads).items():
-            if number < 1:
-                raise ValueError(f"{name} must be 1 or more, got {number}")
-        if dim < 1 or dim % num_heads:
+        require_counts(in_channels=in_channels, num_axes=num_axes, depth=depth, num_heads=num_heads, dim=dim)
+        if dim % num_heads:
             raise ValueError(f"dim must be divisible by num_heads = {num_heads}, got {dim}")
         if output not in ("set", "tokens"):
             raise ValueError(f"output must be 'set' or 'tokens', got {output!r}")
@@ -431,9 +429,9 @@ def _encodings(
     """Build the encodings, periodic along axes with a period, and the map from units to their positions."""
 
     def rest(axes: int) -> list[Encoding]:
-        return [choice.rotary(num_axes=axes, **head) for _ in range(count - 1)]
+        return [choice.build_rotary(num_axes=axes, **head) for _ in range(count - 1)]
 
-    first = choice.rotary(num_axes=num_axes, **head)
+    first = choice.build_rotary(num_axes=num_axes, **head)
     paper = {} if sizes is None else first.lattice.spaced(*sizes)
     position_map = replace(lattice.completed(**paper), unit=None)
     if lattice.periods is None:
@@ -442,7 +440,7 @@ def _encodings(
         scaled = position_map.scaled_periods(num_axes)
         return replace(position_map, periods=None), [Periodic(part, scaled) for part in (first, *rest(num_axes))]
     axes = num_axes + sum(period is not None for period in lattice.periods)
-    return position_map, [choice.rotary(num_axes=axes, **head), *rest(axes)]
+    return position_map, [choice.build_rotary(num_axes=axes, **head), *rest(axes)]
 
 
 def _absolute(choice: Choice, num_axes: int, dim: int, periods: Periods | None) -> tuple[Lattice, SinusoidalAPE | None]:

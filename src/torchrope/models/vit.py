@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchrope.attention import Windows, mask_bias, per_axis_window
+from torchrope.attention import Windows, mask_bias
 from torchrope.encodings import Choice, Encoding
 from torchrope.encodings.periodic import update_all_turns
 from torchrope.lattice import Lattice
@@ -21,6 +21,7 @@ from torchrope.models.layers import (
     PatchEmbed,
     Shareable,
     WeightInit,
+    axes_of,
     completed,
     drop_path_rates,
     encodings_and_biases,
@@ -34,6 +35,7 @@ from torchrope.models.layers import (
     token_positions,
 )
 from torchrope.positions import prefix
+from torchrope.tensors import counts_per_axis, require_counts, shown
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": dict(dim=384, depth=12, num_heads=6, mlp_dim=768),
@@ -132,8 +134,7 @@ class ViT(Shareable, Backbone):
         super().__init__()
         if pool not in ("cls", "mean"):
             raise ValueError(f"pool must be 'cls' or 'mean', got {pool!r}")
-        if depth < 1 or num_heads < 1:
-            raise ValueError(f"depth and num_heads must be 1 or more, got {depth} and {num_heads}")
+        require_counts(depth=depth, num_heads=num_heads, dim=dim)
         if dim % num_heads:
             raise ValueError(f"dim must be divisible by num_heads = {num_heads}, got {dim}")
         if weight_init not in DRAW_TOKENS:
@@ -141,7 +142,7 @@ class ViT(Shareable, Backbone):
         self.pool = pool
         self.weight_init = weight_init
         self.checkpoint_layers = checkpoint_layers
-        self.embed = PatchEmbed(patch_size, in_channels, dim, num_axes=len(input_size))
+        self.embed = PatchEmbed(patch_size, in_channels, dim, num_axes=axes_of(input_size))
         sizes = self.embed.lattice(input_size)
 
         choice = resolve(encoding)
@@ -244,7 +245,9 @@ class ViT(Shareable, Backbone):
         filled = extents(valid_mask) if valid_mask is not None and sized else None  # of each sample
         tokens = self.embedded(x, filled)
         patch_positions = on_lattice(partial(self._patch_positions, device=tokens.device), sizes, filled)
-        window = None if window_size is None else Windows.fit(sizes, per_axis_window(window_size, len(sizes)))
+        window = None
+        if window_size is not None:
+            window = Windows.fit(sizes, counts_per_axis("window_size", window_size, len(sizes)))
         biases = self._biases_and_windows(x.shape[0], sizes, valid_mask, window, global_layers)
         states = self._through_layers(tokens, prefix(patch_positions, self.num_prefix), biases, indices)
         normed = [self.norm(tokens) if norm else tokens for tokens in states]
@@ -374,6 +377,8 @@ class ViT(Shareable, Backbone):
 
 def _batches_of_one(samples: Sequence[Tensor], num_axes: int) -> list[Tensor]:
     """Convert samples `(channels, *sizes)` to batches of one; batches of one are unchanged."""
+    if not isinstance(samples, Sequence):
+        raise ValueError(f"data must be a tensor, or a list of samples, got {shown(samples)}")
     if not samples:
         raise ValueError("a list of samples must hold one or more, got an empty list")
     alone = [x.unsqueeze(0) if x.ndim == num_axes + 1 else x for x in samples]

@@ -92,12 +92,9 @@ def _interprets() -> bool:
 
 
 def takes_kernels(kernel: str, *tensors: Tensor, halves: bool = False) -> bool:
-    """Return whether a kernel computes the result from these inputs; otherwise the reference does.
+    """Return whether a kernel computes the result, or the reference; ValueError if the chosen backend cannot.
 
     The inputs are those of `record.specialisation`.
-
-    Raises:
-        ValueError: the current backend is "native" or "triton" and does not support the inputs; the message says why.
     """
     name = _CHOICE.name
     if name == "reference":
@@ -115,22 +112,14 @@ def takes_kernels(kernel: str, *tensors: Tensor, halves: bool = False) -> bool:
 
 
 def check_not_onnx(what: object) -> None:
-    """Raise during export to ONNX: computing this rotation needs operators that ONNX lacks.
-
-    Raises:
-        ValueError: a model is being exported to ONNX.
-    """
+    """Raise ValueError during export to ONNX, which lacks the operators that compute this rotation."""
     if _is_exporting_to_onnx():
         rule = "ONNX has neither matrix exponential nor linear solver: export torchrope.freeze(model, input_size)"
         raise ValueError(f"{rule}, got {what} that is not frozen")
 
 
 def refuse(reason: str) -> None:
-    """Raise, unless the current backend is "auto", which computes with the reference instead.
-
-    Raises:
-        ValueError: with the backend and the reason.
-    """
+    """Raise ValueError with the reason, unless the backend is "auto", which computes with the reference instead."""
     if _CHOICE.name != "auto":
         raise ValueError(f"backend {_CHOICE.name!r} {reason}")
 

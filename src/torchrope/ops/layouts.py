@@ -2,22 +2,15 @@
 
 from torch import Tensor
 
+from torchrope.tensors import require_tensor
+
 LAYOUTS = ("bhtd", "bthd")
 """Heads before tokens `(batch, heads, tokens, head_dim)`, as scaled_dot_product_attention takes them, and tokens before
 heads `(batch, tokens, heads, head_dim)`, as a projection leaves them and FlashAttention takes them."""
 
 
 def heads_first(name: str, x: Tensor, layout: str) -> Tensor:
-    """View x as `(..., heads, tokens, head_dim)`.
-
-    Args:
-        name: Name of x in error messages.
-        x: In one of the `LAYOUTS`, with any number of leading dimensions.
-        layout: One of `LAYOUTS`.
-
-    Raises:
-        ValueError: an unknown layout; fewer than 3 dimensions in layout "bthd"; a nested tensor.
-    """
+    """View x as `(..., heads, tokens, head_dim)`; ValueError if it does not have this layout or is nested."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     require_dense(name, x)
@@ -32,6 +25,7 @@ def in_layout(x: Tensor, layout: str) -> Tensor:
 
 
 def require_dense(name: str, x: Tensor) -> None:
-    """Raise ValueError for a nested tensor."""
+    """Raise ValueError for a nested tensor, or none."""
+    require_tensor(name, x)
     if x.is_nested:
         raise ValueError(f"{name} of several lengths must be concatenated (torchrope.pack), got a nested tensor")

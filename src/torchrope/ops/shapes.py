@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchrope.ops.backends import runs_on_gpu
+from torchrope.tensors import shown
 
 # The GPU kernel holds blocks in registers, which fit at most 64 x 64.
 _LARGEST_BLOCK, _LARGEST_BLOCK_OF_GPU = 128, 64
@@ -41,16 +42,6 @@ def require_square(what: str, x: Tensor) -> None:
     """Raise ValueError unless x is floating-point blocks `(..., b, b)` with b of 1 or more."""
     if x.ndim < 2 or x.shape[-1] != x.shape[-2] or x.shape[-1] < 1 or x.dtype not in _FLOATS:
         raise ValueError(f"{what} must be floating point (..., b, b), got {shown(x)}")
-
-
-def shown(x: object) -> str:
-    """Describe a value in an error message: the shape of a tensor, with its dtype unless that is float32."""
-    if x is None or isinstance(x, bool | int | float | str):
-        return repr(x)
-    if not isinstance(x, Tensor):
-        return type(x).__name__
-    dtype = "" if x.dtype == torch.float32 else f"{str(x.dtype).removeprefix('torch.')} "
-    return f"{dtype}{tuple(x.shape)}"
 
 
 # The predicates may raise ValueError or IndexError where a tensor has another number of dimensions.

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics.functional.classification import binary_auroc
 
-from torchrope.attention import per_axis_window
 from torchrope.lattice import Lattice
 from torchrope.models import Swin, ViT
+from torchrope.tensors import counts_per_axis
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.transforms import resize, shuffle_patches, shuffle_positions
 from torchrope_lab.mistakes import Mistake
@@ -167,7 +167,7 @@ def windows_at(model: Model, size: Sequence[int], window_size: WindowSize | None
         kind = "ViT" if isinstance(model, ViT) else "Transformer"
         raise Mistake(f"window_size is for a Swin, got {window_size} for a {kind}, which has no windows")
     inputs = model.arguments["input_size"]
-    trained = per_axis_window(model.arguments["window_size"], len(inputs))
+    trained = counts_per_axis("window_size", model.arguments["window_size"], len(inputs))
     pairs = list(zip(trained, size, inputs, strict=True))
     if window_size == "grow":
         return [max(1, round(window * extent / before)) for window, extent, before in pairs]

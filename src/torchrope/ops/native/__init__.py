@@ -121,19 +121,7 @@ def _floats(*shape: int) -> Tensor:
 def rotate_planar(
     q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    """Rotate channel pairs by the angles  φ_i = sum_a p_a f_ai.
-
-    Args:
-        q: `(batch, heads, tokens, head_dim)`, float32, bfloat16 or float16.
-        k: As q, with its own batch and heads.
-        positions: `([1 or batch,] tokens, axes)`, float32.
-        frequencies: `(axes, heads or 1, pairs)`, float32.
-        table: cos and sin `([1 or batch,] heads or 1, tokens, 2, pairs)`, read instead of computed if given.
-        interleaved: Whether pair i is channels (2i, 2i + 1), or (i, i + pairs).
-
-    Returns:
-        Rotated q and k, in the dtypes of the inputs.
-    """
+    """Rotate as `torchrope.ops.pairs.rotate_planar`, of `(batch, heads, tokens, head_dim)` and float32 positions."""
     sides = _Sides(q, k)
     _run_planar(sides, q.shape[3], (positions, frequencies, table), interleaved)
     return sides.outputs
@@ -213,21 +201,7 @@ def rotate_basis(
     angular: Tensor,
     outer: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate in the planes of a basis:  U rot(s w) U^T x,  s = sum_a p_a c_a;  rot(s w) U^T x unless `outer`.
-
-    Args:
-        q: `(batch, heads, tokens, head_dim)`, float32, bfloat16 or float16.
-        k: As q, with its own batch and heads.
-        positions: `([1 or batch,] tokens, axes)`.
-        factors: c, `(axes, heads, blocks)`.
-        base: `(heads, blocks, b, b)`, for its gradient only.
-        basis: U, `(heads, blocks, b, b)`.
-        angular: w, `(heads, blocks, b / 2)`.
-        outer: Whether to multiply by the outer U; blocks that never rotate are always multiplied by it.
-
-    Returns:
-        Rotated q and k, in the dtypes of the inputs.
-    """
+    """Rotate as `torchrope.ops.pairs.rotate_basis`, with the outer U if `outer`; base is for its gradient alone."""
     sides = _Sides(q, k)
     _run_basis(sides, q.shape[3], (positions, factors, basis, angular), outer)
     return sides.outputs
