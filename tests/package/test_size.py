@@ -13,9 +13,9 @@ LINES = {
     "src/torchrope": 21903,
     "src/torchrope/ops": 6655,
     "src/torchrope/integrations src/torchrope/checkpoints": 6080,
-    "lab/src": 23926,
+    "lab/src": 23866,
     "tests": 23816,
-    "lab/tests": 21709,
+    "lab/tests": 21707,
     "benchmarks": 4454,
     "examples": 1000,
 }
