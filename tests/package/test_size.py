@@ -13,7 +13,7 @@ LINES = {
     "src/torchrope": 21903,
     "src/torchrope/ops": 6655,
     "src/torchrope/integrations src/torchrope/checkpoints": 6080,
-    "lab/src": 23866,
+    "lab/src": 23833,
     "tests": 23816,
     "lab/tests": 21707,
     "benchmarks": 4454,
