@@ -18,9 +18,9 @@ LINES = {
     "src/torchrope/ops": 6586,
 >>>>>>> trial
     "src/torchrope/integrations src/torchrope/checkpoints": 6080,
-    "lab/src": 23843,
+    "lab/src": 23750,
     "tests": 23801,
-    "lab/tests": 21372,
+    "lab/tests": 21370,
     "benchmarks": 4452,
     "examples": 1000,
 }

@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -20,6 +20,7 @@ NOT_DIFFERENT = "not significantly different"
 """The verdict on encodings that are tied."""
 ERROR_RATE = 0.05
 """Nominal error rate: over all claims "behind" of one conclusion, and of each other claim."""
+_BETTER_THAN_CHANCE = "significantly better than always predicting the most frequent class"
 ENOUGH_SEEDS = 5
 """Seeds below which a verdict is provisional."""
 
@@ -95,58 +96,44 @@ class Conclusion:
     def sentence(self) -> str:
         """Describe the conclusion in at most two sentences and 60 words, if names are single words."""
         compared = self.best is not None and len(self.intervals) > 1
-        said = f"{_SENTENCES[self.kind](self)}.{caveat(self.seeds) if compared else ''}"
+        said = f"{_claim(self)}.{caveat(self.seeds) if compared else ''}"
         return f"{said[0].upper()}{said[1:]}" if self.kind in ("position-irrelevant", "cannot-tell") else said
 
 
 # ---- sentences
 
 
-def _say_best(it: Conclusion) -> str:
-    next_one = it.behind[0]
-    others = " of all others" if it.behind[1:] else ""
-    over_none = _gain(it) if next_one != BASELINE else ""
-    return f"{it.best} is significantly ahead{others}, by {_interval(it.gaps[next_one])} over {next_one}{over_none}"
-
-
-def _say_tied(it: Conclusion) -> str:
-    tied = f"{join_names([it.best or '', *it.tied])} are {NOT_DIFFERENT}"
-    if it.behind:
-        return f"{tied}; significantly behind: {join_names(it.behind)}{_gain(it)}"
-    return f"{tied}, and no difference is above {_points(it.margin)}{_gain(it)}"
-
-
-def _say_cheaper(it: Conclusion) -> str:
-    others = [name for name in (it.best, *it.tied) if name is not None and name != it.cheapest]
-    equal = f"{it.cheapest} is {NOT_DIFFERENT} from {join_names(others)}"
-    return f"{equal} and costs at least 5 % less per training step{_gain(it)}"
-
-
-def _say_irrelevant(it: Conclusion) -> str:
-    name = max(it.gains, key=lambda name: it.gains[name].estimate)
-    rule = f"position does not matter: no encoding differs from none by more than {_points(it.margin)}"
-    return f"{rule}; {name} gains {_interval(it.gains[name])} over none"
-
-
-def _say_nothing(it: Conclusion) -> str:
-    return (
-        f"No model is significantly better than always predicting the most frequent class ({100 * it.chance:.1f} %). "
-        "Train longer, or hold out more examples, before comparing encodings"
-    )
-
-
-def _say_unknown(it: Conclusion) -> str:
+def _claim(it: Conclusion) -> str:
+    """Say what was shown, without a full stop."""
+    tied = [it.best or "", *it.tied]
+    match it.kind:
+        case "best":
+            next_one, others = it.behind[0], " of all others" if it.behind[1:] else ""
+            lead = f"{it.best} is significantly ahead{others}, by {_interval(it.gaps[next_one])} over {next_one}"
+            return f"{lead}{_gain(it) if next_one != BASELINE else ''}"
+        case "tied":
+            rest = f", and no difference is above {_points(it.margin)}"
+            if it.behind:
+                rest = f"; significantly behind: {join_names(it.behind)}"
+            return f"{join_names(tied)} are {NOT_DIFFERENT}{rest}{_gain(it)}"
+        case "cheaper":
+            others = join_names([name for name in tied if name != it.cheapest])
+            less = "costs at least 5 % less per training step"
+            return f"{it.cheapest} is {NOT_DIFFERENT} from {others} and {less}{_gain(it)}"
+        case "position-irrelevant":
+            name = max(it.gains, key=lambda name: it.gains[name].estimate)
+            rule = f"position does not matter: no encoding differs from none by more than {_points(it.margin)}"
+            return f"{rule}; {name} gains {_interval(it.gains[name])} over none"
+        case "nothing-learned":
+            return f"No model is {_BETTER_THAN_CHANCE} ({100 * it.chance:.1f} %)"
     if len(it.intervals) == 1:
         return "A single encoding cannot be compared, nor several that are the same function on these data"
+    examples = _count(it.examples, "example")
     if not can_show_learning(it.examples, len(it.intervals), it.chance):
-        return (
-            f"this run cannot tell whether anything was learned: with {_count(it.examples, 'example')}, even an "
-            "accuracy of 100 % is not significantly better than always predicting the most frequent class "
-            f"({100 * it.chance:.1f} %)"
-        )
-    uncertain = max((gap.high - gap.low) / 2 for gap in it.gaps.values())
-    runs = f"{_count(it.examples, 'example')} and {_count(it.seeds, 'seed')}"
-    uncertainty = f"with {runs}, differences are uncertain by up to ± {_points(uncertain)}"
+        rule = "this run cannot tell whether anything was learned"
+        return f"{rule}: with {examples}, even 100 % is not {_BETTER_THAN_CHANCE} ({100 * it.chance:.1f} %)"
+    uncertain = _points(max((gap.high - gap.low) / 2 for gap in it.gaps.values()))
+    uncertainty = f"with {examples} and {_count(it.seeds, 'seed')}, differences are uncertain by up to ± {uncertain}"
     return f"the encodings are {NOT_DIFFERENT}: {uncertainty}{_gain(it)}"
 
 
@@ -190,16 +177,6 @@ def join_names(names: Sequence[str]) -> str:
     """Join names for a sentence: "a", "a and b", "a, b and c", "a, b, c and 4 others"."""
     shown = [*names] if len(names) <= 4 else [*names[:3], f"{len(names) - 3} others"]
     return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
-
-
-_SENTENCES: dict[str, Callable[[Conclusion], str]] = {
-    "best": _say_best,
-    "tied": _say_tied,
-    "cheaper": _say_cheaper,
-    "position-irrelevant": _say_irrelevant,
-    "nothing-learned": _say_nothing,
-    "cannot-tell": _say_unknown,
-}
 
 
 # ---- rules

@@ -44,8 +44,6 @@ Statistic = Callable[[Any, np.ndarray], np.ndarray]
 Columns = Sequence[tuple[Column, Callable[[Any], Any]]]
 """Columns of a table, each with the function that computes its value, or its estimate with an interval, for a row."""
 
-NAMES = (Column("encoding", "Encoding"), Column("name", "Name"))
-"""Columns of an encoding: its title and its name."""
 TOP1 = Column("top1", "Top-1", "%", 1, low="low", high="high")
 VERDICT = Column("verdict", "Verdict")
 NONE_POSSIBLE = "None of the encodings can be trained with this model."
@@ -83,11 +81,11 @@ class Quantity:
 
     def changes(self, pairs: Pairs) -> Changes:
         """Compute cells minus others, of pairs that have values, paired by example."""
-        known = {cell: base for cell, base in pairs.items() if cell in self.values and base in self.values}
-        found = simultaneous_intervals(
-            {cell: self.estimates[cell] - self.estimates[base] for cell, base in known.items()}
-        )
-        return {cell: self._scaled(change) for cell, change in found.items()}
+        return self._differences({cell: pairs[cell] for cell in pairs if {cell, pairs[cell]} <= self.values.keys()})
+
+    def _differences(self, pairs: Pairs) -> Changes:
+        differences = {cell: self.estimates[cell] - self.estimates[base] for cell, base in pairs.items()}
+        return {cell: self._scaled(change) for cell, change in simultaneous_intervals(differences).items()}
 
     def changes_by_level(self, pairs: Pairs) -> Changes:
         """Compute `changes` whose intervals are simultaneous over the cells of a level."""
@@ -125,10 +123,8 @@ class RightOrWrong(Quantity):
         """Return the accuracy of a cell in percent with its 95 % interval."""
         return in_percent(accuracy_interval(self.values[cell]))
 
-    def changes(self, pairs: Pairs) -> Changes:
-        """Compute the accuracy of cells minus that of others, of pairs that have answers, in points."""
-        known = {cell: base for cell, base in pairs.items() if cell in self.values and base in self.values}
-        return contrasts({cell: (self.values[cell], self.values[base]) for cell, base in known.items()})
+    def _differences(self, pairs: Pairs) -> Changes:
+        return contrasts({cell: (self.values[cell], self.values[base]) for cell, base in pairs.items()})
 
     def spread(self, cell: Cell) -> float | None:
         """Compute the standard deviation over seeds in percent; None for one seed."""
@@ -149,16 +145,10 @@ def with_interval(key: str, title: str, unit: str = "", digits: int | None = Non
     return Column(key, title, unit, digits, low=f"{key}_low", high=f"{key}_high")
 
 
-def name_columns(
-    arm_of: Callable[[Any], str] = lambda cell: cell.arm, titles: Mapping[str, str] | None = None
-) -> Columns:
-    """Return the columns of the names of rows, which are cells; `titles` of arms that are no encodings."""
-
-    def title(row: Any) -> str:
-        arm = arm_of(row)
-        return (titles or {}).get(arm) or label(arm)
-
-    return (NAMES[0], title), (NAMES[1], arm_of)
+def name_columns(titles: Mapping[str, str] | None = None) -> Columns:
+    """Return the columns of the arms of cells: titles and names; `titles` of arms that are no encodings."""
+    title = Column("encoding", "Encoding"), lambda cell: (titles or {}).get(cell.arm) or label(cell.arm)
+    return title, (Column("name", "Name"), lambda cell: cell.arm)
 
 
 def at_levels(

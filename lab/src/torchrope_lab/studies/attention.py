@@ -83,7 +83,7 @@ def find(lab: Lab) -> Findings:
     furthest = {size: distance.ranks(size) for size in lattices}
     sharpest = {size: entropy.ranks(size, lowest=True) for size in lattices}
     columns = (
-        *name_columns(titles={each.name: each.title for each in measured}),
+        *name_columns({each.name: each.title for each in measured}),
         (Column("size", "Input size"), lambda cell: _shown(cell.level)),
         distance.column,
         (Column("furthest", "Distance, verdict"), lambda cell: furthest[cell.level][cell]),

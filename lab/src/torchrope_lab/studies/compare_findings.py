@@ -257,12 +257,12 @@ def _losses(results: Results) -> Figure:
 
 
 def _by_size(results: Results) -> Figure:
-    trained = results.data.input_size[-1]
+    trained = results.data.input_size[-1:]  # empty for tokens at any positions
     return line_figure(
         Axis("scale", "Size, as a multiple of the training size"),
         TOP1_AXIS,
         [
-            (cell.arm, "", size[-1] / trained, results.at_sizes.interval(cell._replace(level=level)))
+            (cell.arm, "", size[-1] / trained[0], results.at_sizes.interval(cell._replace(level=level)))
             for cell in results.cells_at_sizes
             for size, level in results.sizes.items()
         ],

@@ -1,9 +1,6 @@
 """Gain of adding a rotary encoding to a model trained without one, after short fine-tuning (ComRoPE table 4)."""
 
 import math
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -15,22 +12,12 @@ from torchrope.positions import per_axis
 from torchrope_lab.conclusion import join_names
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import resolve_encoding
-from torchrope_lab.engine.estimates import correct
-from torchrope_lab.engine.figures import TOP1_AXIS, figure, marks
-from torchrope_lab.engine.grid import ABOUT_TOP1, OneFactor, Results, Section
-from torchrope_lab.engine.long_table import (
-    SIMULTANEOUS,
-    Cell,
-    RightOrWrong,
-    change_columns,
-    with_interval,
-)
-from torchrope_lab.engine.runs import Measure, Run, Trained
+from torchrope_lab.engine.figures import top1_by_encoding
+from torchrope_lab.engine.grid import OneFactor, Results, Section
+from torchrope_lab.engine.long_table import SIMULTANEOUS, Cell, change_columns
+from torchrope_lab.engine.runs import Measure, Run
 from torchrope_lab.engine.study import Lab
-from torchrope_lab.results import Axis, Column
-from torchrope_lab.training.evaluate import predict
-from torchrope_lab.training.initial import initialise
-from torchrope_lab.training.models import build_model
+from torchrope_lab.results import Column
 
 BASELINE = "learned"
 """Encoding of the trained model."""
@@ -84,54 +71,16 @@ def _swaps(lab: Lab) -> list[str]:
     return [BASELINE, *(dict.fromkeys(names) or [f"{BASELINE}+mixed"])]
 
 
-def _right_after(start: Trained, run: Run) -> Trained:
-    """Return a trained run with the predictions of its model after an encoding was swapped in, without training."""
-    if run.encoding == BASELINE:
-        return start
-    return replace(start, predicted=start.measured(_swap(run, start.folder).name)["predicted"])
-
-
-def _swap(run: Run, pretrained: Path) -> Measure:
-    """Return the measure of a pretrained model's predictions with an encoding swapped in and no training."""
-    name = run.encoding.replace(":", "-")
-    return Measure(f"swapped-{name}", partial(_swapped, run=run, pretrained=pretrained))
-
-
-def _swapped(model: ViT | Swin, data: DataModule, *, run: Run, pretrained: Path) -> dict[str, Any]:
-    """Predict with the pretrained model after swapping an encoding in."""
-    swapped = build_model(run.encoding, run.config.model, data)
-    initialise(swapped, str(pretrained))
-    _, logits = predict(swapped.to(next(model.parameters()).device).eval(), data, views=data.views)
-    return {"predicted": logits.argmax(dim=-1).tolist()}
-
-
 def _gains(results: Results) -> Section:
-    """Compare fine-tuning with and without an encoding, and both with the model right after the swap."""
-    lab = results.lab
-    plain = lab.runs([BASELINE])
-    swaps = {
-        run.key: [_swap(runs[at].run, lab.store.of(run)) for cell, runs in results.runs.items() if cell.arm != BASELINE]
-        for at, run in enumerate(plain)
-    }
-    starts = lab.train(plain, lambda run: swaps[run.key])
-    top1, after, before = results.top1, "fine-tuned", "right after the swap"
-    answers = {cell._replace(level=after): right for cell, right in top1.values.items()}
-    for cell, runs in results.runs.items():
-        swapped = [_right_after(start, each.run) for start, each in zip(starts, runs, strict=True)]
-        answers[cell._replace(level=before)] = correct(swapped)
-    when = RightOrWrong(answers)
-    gains = top1.changes(results.against(BASELINE))
+    """Compare fine-tuning with and without an encoding."""
+    gains = results.top1.changes(results.against(BASELINE))
 
     def angle(cell: Cell) -> float | None:
         angles = [each.measured(TURN.name)["radians"] for each in results.runs[cell]]
         return None if cell.arm == BASELINE or None in angles else fmean(angles)
 
     columns = (
-        (
-            with_interval("swapped", "Right after the swap", "%", 1),
-            lambda cell: when.interval(cell._replace(level=before)),
-        ),
-        *top1.columns,
+        *results.top1.columns,
         *change_columns(gains, "Ahead of fine-tuning without it", "gain"),
         (Column("angle", "Angle across the input", "rad", 2), angle),
     )
@@ -139,17 +88,8 @@ def _gains(results: Results) -> Section:
         f"{results.about_top1} Gains: {SIMULTANEOUS} The angle is the largest rotation angle between opposite corners, "
         "mean over layers and heads."
     )
-    drawn = figure(
-        "before-and-after",
-        "Top-1 before and after fine-tuning",
-        Axis("when", "When", scale="category"),
-        TOP1_AXIS,
-        marks(sorted(answers, key=lambda cell: cell.level != before), [when.column], "when"),
-        ABOUT_TOP1,
-        kind="points",
-    )
-    table = results.table("Before and after fine-tuning", columns, note)
-    return Section(changes=gains, tables=[table], figures=[drawn])
+    table = results.table("After fine-tuning", columns, note)
+    return Section(changes=gains, tables=[table], figures=[top1_by_encoding(results.top1, results.chance)])
 
 
 find = OneFactor(

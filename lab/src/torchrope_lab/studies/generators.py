@@ -73,7 +73,7 @@ def find(lab: Lab) -> Findings:
 
     unit, shown = "rad per unit", with_interval
     columns: Columns = (
-        *name_columns(titles={each.name: each.title for each in measured}),
+        *name_columns({each.name: each.title for each in measured}),
         (Column("block", "Block size", digits=0), lambda cell: by_cell[cell].results[0][END]["block"]),
         over_heads(shown("start", "σ at the start", unit, 3), START, "moments", of=deviation).column,
         over_heads(shown("end", sigma, unit, 3), END, "moments", of=deviation).column,
