@@ -18,9 +18,9 @@ LINES = {
     "src/torchrope/ops": 6586,
 >>>>>>> trial
     "src/torchrope/integrations src/torchrope/checkpoints": 6080,
-    "lab/src": 23750,
+    "lab/src": 23744,
     "tests": 23801,
-    "lab/tests": 21370,
+    "lab/tests": 21282,
     "benchmarks": 4452,
     "examples": 1000,
 }

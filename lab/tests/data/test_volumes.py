@@ -373,15 +373,6 @@ def test_class_without_a_table_is_the_folder(tmp_path, caplog):
     assert data.description.endswith("the class is the sub-folder.")
 
 
-def test_folders_of_classes_below_train_and_val_are_kept(tmp_path):
-    classes_of_volumes(tmp_path / "train", 3)
-    classes_of_volumes(tmp_path / "val", 2, study="2")
-    train, val = load("volumes", tmp_path).datasets()
-    assert {name.partition("/")[0] for name, _ in train.samples} == {"train"}
-    assert {name.partition("/")[0] for name, _ in val.samples} == {"val"}
-    assert (len(train), len(val)) == (6, 4)
-
-
 def test_class_folders_use_the_longest_series_of_each_study(tmp_path):
     classes_of_volumes(tmp_path)
     write_series(tmp_path / "ill" / "loose", head(2, True, 1), "2.1", series="2.1.1", prefix="scout")

@@ -344,10 +344,7 @@ class DataModule(pl.LightningDataModule, ABC):
 
     def _loader(self, dataset: Dataset, batches: Any, generator: torch.Generator | None = None) -> DataLoader:
         """Return a loader of batches of indices."""
-        options: dict[str, Any] = {"batch_sampler": batches, "generator": generator}
-        if self.config.workers:
-            options.update(num_workers=self.config.workers)
-        return Loader(dataset, **options)
+        return Loader(dataset, batch_sampler=batches, generator=generator, num_workers=self.config.workers)
 
     def _made_datasets(self) -> tuple[Dataset, Dataset]:
         if self._datasets is None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -71,7 +71,6 @@ class Processes(AbstractContextManager["Processes"]):
         self.threads = ThreadPoolExecutor(count)
         self.stopped = False
         self._context = multiprocessing.get_context("spawn")
-        self._watched, self._alive = self._context.Pipe(duplex=False)
 
     def submit(self, call: Callable[[], Any], name: str) -> Future[Any]:
         """Queue a call, named in errors; it and its result can be pickled."""
@@ -97,13 +96,11 @@ class Processes(AbstractContextManager["Processes"]):
                         os.killpg(process.pid, signal.SIGKILL)
                     process.kill()
                 process.join()
-            self._alive.close()
 
     def _start(self) -> None:
         """Start a process with its devices, threads and a connection."""
         ours, theirs = self._context.Pipe()
-        arguments = (theirs, self._watched, multiprocessing.get_start_method())
-        process = self._context.Process(target=_serve, args=arguments)
+        process = self._context.Process(target=_serve, args=(theirs, multiprocessing.get_start_method()))
         with _environment(**_share(len(self.processes), self.count)), _ctrl_c_ignored():
             process.start()
         theirs.close()  # the connection ends with the process
@@ -218,14 +215,14 @@ def _ctrl_c_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _serve(connection: Connection, watched: Connection, method: str) -> None:
+def _serve(connection: Connection, method: str) -> None:
     """Answer the calls that are received, until the connection is closed."""
     with suppress(OSError, AttributeError):
         os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: _end(EXIT_INTERRUPTED))  # a run in training replaces it, to save
     multiprocessing.set_start_method(method, force=True)  # of processes that load data; a spawned one would spawn them
-    threading.Thread(target=_end_when_closed, args=(watched,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     with suppress(EOFError, OSError):
         while True:
             connection.send(_run_or_end(connection.recv()))
@@ -239,10 +236,10 @@ def _run_or_end(call: Callable[[], Any]) -> Any:
         _end(EXIT_INTERRUPTED)
 
 
-def _end_when_closed(watched: Connection) -> None:
-    """End this process when the other end of a pipe is closed."""
-    with suppress(EOFError, OSError):
-        watched.recv()
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
     _end(1)
 
 
