@@ -56,6 +56,8 @@ class Step(NamedTuple):
 class Case(NamedTuple):
     """Vectors to rotate: a kernel must be right for few and for many that share a rotation, and loop over all of them.
 
+    In all heads of q share a rotation and those of k do not, which are two binaries.
+
     Attributes:
         name: For messages.
         in_one_program: Whether one program takes all vectors that share a rotation; by default few are a program each.
@@ -68,16 +70,16 @@ class Case(NamedTuple):
     name: str
     in_one_program: bool
     batches: tuple[int, int]
-    heads: tuple[int, int] = (2, 2)
+    heads: tuple[int, int] = (4, 2)
     sets: tuple[int, ...] = ()
     layout: str = "bhtd"
 
 
 CASES = (
-    Case("few vectors", False, (3, 2), (4, 2), layout="bthd"),
-    Case("few vectors in one program", True, (16, 5)),
-    Case("positions of each sample", False, (3, 3), (4, 2), (3,)),
-    Case("many vectors in one program", True, (257, 130), (1, 1)),
+    Case("few vectors", False, (3, 2), layout="bthd"),
+    Case("few vectors in one program", True, (8, 16)),
+    Case("positions of each sample", False, (3, 3), sets=(3,)),
+    Case("many vectors in one program", True, (129, 257), (2, 1)),
 )
 LAYER = Case("a layer of a ViT-B", False, (32, 32), (12, 12))
 """Programs as in training; the interpreter is too slow for it."""

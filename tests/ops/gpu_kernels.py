@@ -320,6 +320,9 @@ def test_skew_exp_of_tokens_is_independent(b: int, value: float) -> None:
     assert_near(dirty_slope[:, others], clean_slope[:, others].double(), "gradients of other positions")
     assert dirty[:, :, 2].isfinite().all() == (value == 1e30)
     assert dirty_slope[:, 2].isfinite().all() == (value == 1e30)
+    positions[0, 2, 1], tangent[0, 0, 2, 1] = 1.0, value
+    dirty_slope = gpu.exp_generators_backward(positions, generators, tangent, True)[0]
+    assert_near(dirty_slope[:, others], clean_slope[:, others].double(), "gradients of other positions")
 
 
 def test_skew_exp_of_zero_is_exactly_the_identity() -> None:

@@ -50,20 +50,6 @@ def test_training_step_equals_the_reference_also_compiled(name: str) -> None:
         assert_near(step(model, compiled, images), expected, 2e-4)
 
 
-@pytest.mark.parametrize("name", ["mixed", "liere:8"])
-def test_mixed_precision_equals_the_reference(name: str) -> None:
-    model, images = model_of(name), torch.randn(6, 3, 16, 24, device=DEVICE)
-
-    def half(images: Tensor) -> Tensor:
-        with torch.autocast(DEVICE, dtype=torch.bfloat16):
-            return model(images)
-
-    with tr.backend("reference"):
-        expected = step(model, half, images)
-    with tr.backend("triton"):
-        assert_near(step(model, half, images), expected, 6e-2)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_replayed_cuda_graph_computes_with_new_inputs(name: str) -> None:
     encoding = tr.encodings.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=32).to(DEVICE)

@@ -19,7 +19,7 @@ LINES = {
 >>>>>>> trial
     "src/torchrope/integrations src/torchrope/checkpoints": 6080,
     "lab/src": 23744,
-    "tests": 23801,
+    "tests": 23795,
     "lab/tests": 21282,
     "benchmarks": 4452,
     "examples": 1000,

@@ -71,11 +71,7 @@ class Specialisation(NamedTuple):
             ) from None
 
 
-_PARAMETERS = {
-    "rotate_planar": ("positions", "frequencies"),
-    "rotate_basis": ("positions",),
-    "rotate_block": ("table",),
-}
+_NAMES = {"rotate_planar": ("positions", "frequencies"), "rotate_basis": ("positions",), "rotate_block": ("table",)}
 
 
 def specialisation(kernel: str, tensors: Sequence[Tensor], halves: bool = False) -> Specialisation:
@@ -92,7 +88,7 @@ def specialisation(kernel: str, tensors: Sequence[Tensor], halves: bool = False)
     blocks, b = (b, 2) if kernel == "rotate_planar" else (last.shape[-3], b)
     if kernel != "rotate_planar" and len(tensors) != {"rotate_basis": 5, "rotate_block": 3}.get(kernel):
         return Specialisation(kernel, "", 0, blocks, b, axes)
-    named = zip(_PARAMETERS[kernel], () if len(tensors) == of_axis else tensors[2:], strict=False)
+    named = zip(_NAMES[kernel], () if len(tensors) == of_axis else tensors[2:], strict=False)
     wanted = "+".join([name for name, x in named if x.requires_grad])
     return Specialisation(kernel, str(q.dtype).removeprefix("torch."), q.shape[-1], blocks, b, axes, halves, wanted)
 

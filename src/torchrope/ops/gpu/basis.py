@@ -17,7 +17,7 @@ from torch import Tensor
 from torchrope.ops.gpu.block import multiply_rows
 from torchrope.ops.gpu.launch import (
     MANY,
-    VARYING,
+    RUNTIME,
     Vectors,
     copy_rest,
     launch,
@@ -138,7 +138,7 @@ def _load_frequencies(
     return block, real, tl.load(angular + cell, mask=real, other=0.0)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(**RUNTIME)
 def _rotate_kernel(
     source, out, x, positions, coefficients, basis, angular, per_position, per_frequency, per_base,
     source_sample, source_head, source_token, out_sample, out_head, out_token, x_sample, x_head, x_token,

@@ -9,14 +9,13 @@ blocks too large for that, each result is a sum over columns.
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from torchrope.ops.gpu.launch import (
     MANY,
-    VARYING,
+    RUNTIME,
     Vectors,
     copy_rest,
     launch,
@@ -68,7 +67,7 @@ def _run(vectors: Vectors, table: Tensor, back: bool = False) -> list[Tensor | N
     b, blocks = of.b, of.blocks
     rows = rows_of(source, sets, heads)
     width = triton.next_power_of_2(b)
-    narrow = source.dtype != torch.float32
+    narrow = source.element_size() == 2
     constants: dict[str, Any]
     if rows >= MANY and b <= _WIDEST:
         kernel, shares = _rotate_products_kernel, triton.cdiv(rows, 32)
@@ -92,7 +91,7 @@ def _run(vectors: Vectors, table: Tensor, back: bool = False) -> list[Tensor | N
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(**RUNTIME)
 def _rotate_products_kernel(
     source, out, x, table, tangent,
     source_sample, source_head, source_token, out_sample, out_head, out_token, x_sample, x_head, x_token,
@@ -158,7 +157,7 @@ def multiply_rows(
     return outer
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(**RUNTIME)
 def _rotate_sums_kernel(
     source, out, x, table, tangent,
     source_sample, source_head, source_token, out_sample, out_head, out_token, x_sample, x_head, x_token,

@@ -102,7 +102,8 @@ def _exp_kernel(
     at += upper_index(tl.minimum(row, column), tl.maximum(row, column), BLOCK)
     if tangent is not None:
         moment = tl.load(tangent + at, mask=same & (row != column), other=0.0) * 0.5
-        moment = tl.where(above, moment, -moment)
+        finite &= _largest(moment, BLOCK, WIDTH) < 0x7F800000
+        moment = tl.where(finite[:, None], tl.where(above, moment, -moment), 0.0)
         # sum_k (-ad)^k M / (k + 1)!,  where  ad M = G M - (G M)^T  since both are skew;  1.7^13 / 14! < 2e-8.
         integral = moment
         for term in range(12):
@@ -128,15 +129,20 @@ def _exp_kernel(
 @triton.jit
 def _near(exponent, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """Scale exponents to norms below 2^40, above which no digit is correct; return also which rows are finite."""
-    slot = tl.arange(0, WIDTH) // BLOCK
-    same = slot[:, None] == slot[None, :]
-    bits = exponent.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # ordered as the absolute values, infinity and NaN last
-    of_column = tl.max(tl.where(same, bits, 0), axis=0)
-    of_slot = tl.max(tl.where(same, of_column[None, :], 0), axis=1)  # skew: equal row and column maxima
-    finite = of_slot < 0x7F800000
-    beyond = tl.maximum((of_slot >> 23) - (126 + 40 - 6), 0)  # 2^6 rows at most
+    largest = _largest(exponent, BLOCK, WIDTH)
+    finite = largest < 0x7F800000
+    beyond = tl.maximum((largest >> 23) - (126 + 40 - 6), 0)  # 2^6 rows at most
     scale = ((127 - beyond) << 23).to(tl.float32, bitcast=True)
     return tl.where(finite[:, None], exponent, 0.0) * scale[:, None], finite
+
+
+@triton.jit
+def _largest(skew, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the bits of the largest absolute value of each row's block: ordered as these, infinity and NaN last."""
+    slot = tl.arange(0, WIDTH) // BLOCK
+    same = slot[:, None] == slot[None, :]
+    of_column = tl.max(tl.where(same, skew.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0), axis=0)
+    return tl.max(tl.where(same, of_column[None, :], 0), axis=1)  # skew: equal row and column maxima
 
 
 @triton.jit

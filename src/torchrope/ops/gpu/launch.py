@@ -24,14 +24,13 @@ PROGRAMS = 4096
 MANY = 17
 _splits = True
 
-# Sizes that differ between calls. Triton would compile anew for those equal to 1 or divisible by 16.
-SIZES = ("tokens", "heads", "sets", "samples", "group", "splits", "row_splits", "matrices", "blocks")
-STRIDES = tuple(f"{x}_{dim}" for x in ("source", "out", "x") for dim in ("sample", "head", "token"))
+# Arguments that differ between calls: Triton would compile anew for those equal to 1 or divisible by 16.
+VARYING = ["tokens", "heads", "sets", "samples", "splits", "row_splits", "matrices", "blocks"]
+VARYING += [f"{x}_{dim}" for x in ("source", "out", "x") for dim in ("sample", "head", "token")]
+RUNTIME = dict(do_not_specialize=VARYING, do_not_specialize_on_alignment=["group"])
+"""Options of kernels of vectors: only a group of 1, whose division leaves the loop, is compiled anew."""
 Vectors = tuple[Tensor, Tensor, Tensor | None]
 """What a kernel reads, `(batch, heads, tokens, channels)`, what it writes, and in a backward pass x if it is needed."""
-
-VARYING = [*SIZES, *STRIDES]
-"""Arguments of kernels that Triton must not specialise on; never tensors, whose alignment speeds up accesses."""
 
 
 def interprets_bfloat16() -> bool:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchrope.ops.gpu.launch import (
-    VARYING,
+    RUNTIME,
     copy_rest,
     launch,
     locate,
@@ -79,7 +79,7 @@ def _on_side(
     return run
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(**RUNTIME)
 def _rotate_kernel(
     source, out, x, positions, frequencies, table, per_position, per_frequency,
     source_sample, source_head, source_token, out_sample, out_head, out_token, x_sample, x_head, x_token,
