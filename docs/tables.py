@@ -218,8 +218,8 @@ def with_papers(page: str) -> str:
     titles = [
         "table",
         "question",
-        "the paper: first encoding and table or bias",
-        "here: first and table or bias",
+        "the paper: highest (of losses lowest), and table or bias",
+        "here: highest (of losses lowest), and table or bias",
         "cannot be compared",
     ]
     overview, sections = [], []
