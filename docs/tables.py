@@ -203,11 +203,11 @@ QUESTIONS = [
     ),
     Question(
         "RoPE-ViT, figures 4 to 6",
-        "Which encoding is the most accurate at 384 after training at 224 (1.71 ×)?",
+        "Which encoding is the most accurate at 384, trained at 224?",
         "Top-1 at 384 of the models trained at 224, ImageNet-1k",
         ["ViT-S", "ViT-B", "ViT-L", "Swin-T", "Swin-S", "Swin-B"],
         [SIZES[1], SIZES[4]],
-        "the figures print no numbers, these are of the authors' repository; no Swin here, the bias is in a ViT",
+        "the figures print no numbers, these are of the authors' repository, at 1.71 times the size; no Swin here",
     ),
 ]
 
@@ -218,8 +218,8 @@ def with_papers(page: str) -> str:
     titles = [
         "table",
         "question",
-        "the paper: first encoding and table or bias",
-        "here: first and table or bias",
+        "the paper: highest (of losses lowest), and table or bias",
+        "here: highest (of losses lowest), and table or bias",
         "cannot be compared",
     ]
     overview, sections = [], []
