@@ -10,21 +10,16 @@ ROOT = Path(__file__).parents[2]
 CODE = {".py", ".c", ".h", ".js", ".css", ".html", ".yaml", ".svg"}
 
 LINES = {
-<<<<<<< HEAD
-    "src/torchrope": 21883,
-    "src/torchrope/ops": 6632,
-=======
-    "src/torchrope": 21871,
-    "src/torchrope/ops": 6586,
->>>>>>> trial
+    "src/torchrope": 21854,
+    "src/torchrope/ops": 6580,
     "src/torchrope/integrations src/torchrope/checkpoints": 6080,
     "lab/src": 23744,
-    "tests": 23795,
-    "lab/tests": 21282,
+    "tests": 23792,
+    "lab/tests": 21263,
     "benchmarks": 4452,
     "examples": 1000,
 }
-WORDS = 24911
+WORDS = 24906
 NAMES = 38
 
 
