@@ -13,9 +13,9 @@ LINES = {
     "src/torchrope": 21903,
     "src/torchrope/ops": 6655,
     "src/torchrope/integrations src/torchrope/checkpoints": 6080,
-    "lab/src": 24247,
+    "lab/src": 24244,
     "tests": 23816,
-    "lab/tests": 21928,
+    "lab/tests": 21935,
     "benchmarks": 4454,
     "examples": 1000,
 }
