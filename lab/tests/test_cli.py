@@ -641,7 +641,7 @@ def test_help_shows_the_settings_of_the_data_set_named(capsys, command):
     hidden = {"data.augment"} | ({"data.fold"} if command == "compare" else set())
     with pytest.raises(SystemExit):
         main([command, *(["accuracy"] if command == "study" else []), "--data", "volumes", "--help", "data"])
-    shown = re.findall(r"^  (?:--\w+ \w+, )?--(data\.[\w.]+)", capsys.readouterr().out, re.MULTILINE)
+    shown = re.findall(r"^  (?:--\w+(?: \w+)?, )?--(data\.[\w.]+)", capsys.readouterr().out, re.MULTILINE)
     assert {*shown} == {f"data.{setting}" for setting in options(settings_of("volumes"))} - hidden
 
 

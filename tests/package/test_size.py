@@ -13,7 +13,7 @@ LINES = {
     "src/torchrope": 21854,
     "src/torchrope/ops": 6580,
     "src/torchrope/integrations src/torchrope/checkpoints": 6080,
-    "lab/src": 23744,
+    "lab/src": 23741,
     "tests": 23792,
     "lab/tests": 21263,
     "benchmarks": 4452,

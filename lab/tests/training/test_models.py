@@ -81,11 +81,18 @@ def test_settings_of_another_backbone_raise(settings: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_compare_command_trains_a_swin(tmp_path: Path) -> None:
-    options = ["--model.backbone=swin", "--model.size=null", "--model.dim=8", "--model.depth=null"]
-    options += ["--model.num_heads=null", "--model.mlp_dim=null", "--model.depths=[1,1]", "--model.stage_heads=[1,1]"]
-    options += ["--model.window_size=[4]", "--data.train_size=40", "--data.val_size=20", "--epochs=1", "--seeds=1"]
-    assert main(["compare", *options, "--encodings=bias,mixed", "--scales=[1,1.5]", f"--out={tmp_path}"]) == 0
-    tables = {table.title: table for table in StudyResult.read(tmp_path / "results.json").findings.tables}
+    (tmp_path / "swin.yaml").write_text("model: {backbone: swin, depth: null, depths: [1, 1], stage_heads: [1, 1]}\n")
+    options = [f"--config={tmp_path / 'swin.yaml'}", "--model.size=null", "--model.dim=8", "--model.num_heads=null"]
+    options += [
+        "--model.mlp_dim=null",
+        "--model.window_size=[4]",
+        "--data.train_size=40",
+        "--data.val_size=20",
+        "--epochs=1",
+        "--seeds=1",
+    ]
+    assert main(["compare", *options, "--encodings=bias,mixed", "--scales=[1,1.5]", f"--out={tmp_path / 'out'}"]) == 0
+    tables = {table.title: table for table in StudyResult.read(tmp_path / "out" / "results.json").findings.tables}
     kinds = {row["name"]: row["kind"] for row in tables["The encodings"].rows}
     assert kinds == {"bias": "not rotary", "mixed": "rotary, relative"}
     assert {row["name"]: row["encoding_parameters"] for row in tables["Costs"].rows}["mixed"] == 8 + 16

@@ -80,11 +80,11 @@ class ShowHelp(argparse._HelpAction):
         for action in parser._actions:
             positional = not action.option_strings
             forms = [option for option, named in typed if named is action and not option.endswith("+")]
-            action.option_strings = sorted(forms, key=len)
+            action.option_strings = sorted(forms, key=len)[: 1 if section is None else None]
             if not forms:  # positional, or only in files
                 shown = positional
             elif section is None:
-                special = action.dest.partition(".")[0] in {*self.settings, *groups} or _PRINT in action.option_strings
+                special = action.dest.partition(".")[0] in {*self.settings, *groups} or _PRINT in forms
                 shown = not special or _COMMON.fullmatch(action.dest) is not None
             else:
                 shown = section == "all" or f"{action.dest}.".startswith(f"{section}.")
@@ -103,7 +103,7 @@ class ShowHelp(argparse._HelpAction):
 
 
 class _Short(argparse.RawDescriptionHelpFormatter):
-    """Prints the first form, the first sentence and the default of every option."""
+    """Prints the first sentence and the default of every option."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28, width=WIDTH)
@@ -115,9 +115,6 @@ class _Short(argparse.RawDescriptionHelpFormatter):
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(text, width, break_on_hyphens=False)
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        return super()._format_action_invocation(action).partition(", ")[0]
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         return action.dest.rpartition(".")[2].upper()
