@@ -13,13 +13,13 @@ LINES = {
     "src/torchrope": 21903,
     "src/torchrope/ops": 6655,
     "src/torchrope/integrations src/torchrope/checkpoints": 6080,
-    "lab/src": 24332,
-    "tests": 23816,
-    "lab/tests": 22353,
+    "lab/src": 24331,
+    "tests": 23813,
+    "lab/tests": 22334,
     "benchmarks": 4454,
     "examples": 1000,
 }
-WORDS = 24946
+WORDS = 24935
 NAMES = 38
 
 
