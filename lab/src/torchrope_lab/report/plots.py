@@ -201,7 +201,8 @@ class _Chart:
         ticks: Spec = {"tickMinStep": 1} if all(float(value).is_integer() for value in numbers) else {}
         if kind == "lines" and part == "x" and len(set(numbers)) <= 8:
             ticks |= {"values": sorted(set(numbers)), "format": ".6~g"}
-        scale = {"zero": kind == "bars" or axis.zero, "padding": 0 if axis.zero or kind != "points" else 5}
+        near_ends = kind == "points" and not axis.zero  # markers at the ends are whole
+        scale = {"zero": kind == "bars" or axis.zero, "padding": 5 * near_ends, "nice": not near_ends}
         return {**channel, "scale": scale, "axis": ticks, "stack": None}
 
     def _angle(self, part: str) -> int:
