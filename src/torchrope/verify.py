@@ -297,7 +297,7 @@ def poisoned() -> Iterator[None]:
 
 
 def _step(device: torch.device, shape: Specialisation, case: Case, dtype: torch.dtype, seed: int) -> Step:
-    """Make the step of a case from inputs drawn with a seed: the same for every dtype."""
+    """Make the step of a case from inputs drawn with a seed, as for each dtype; matrices as at positions below 1."""
     if shape.kernel == "skew_exp":
         return _exponentials(device, shape.b, dtype, seed)
     random = torch.Generator().manual_seed(seed)
@@ -317,7 +317,7 @@ def _step(device: torch.device, shape: Specialisation, case: Case, dtype: torch.
         angles = draw(*case.sets, heads, tokens, shape.blocks)
         rotation_of = partial(from_angles, angles, head_dim=shape.channels)
     else:
-        positions = draw(*case.sets, tokens, shape.axes)
+        positions = draw(*case.sets, tokens, shape.axes) * (1 if shape.kernel == "rotate_planar" else 0.25)
         build: Any = {"rotate_block": LieRE, "rotate_basis": ComRoPELD}.get(shape.kernel, MixedRoPE)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
