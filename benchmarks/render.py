@@ -111,7 +111,7 @@ def _training_on_gpu(measured: dict[str, Any]) -> Table:
 
 
 def freeze(text: str, measured: dict[str, Any]) -> str:
-    """Put the table of `absorb` and `freeze` between the markers of docs/use-it-in-your-model.md."""
+    """Put the table of `absorb` and `freeze` between the markers of docs/results/speed.md."""
     columns = [Column("encoding", "Encoding"), Column("mb", "Model, MB", digits=2)]
     for kind in ("absorb", "freeze"):
         columns += [quartile_column(kind, f"{kind}, time / model", digits=2), Column(f"{kind} mb", "MB", digits=2)]
@@ -480,7 +480,7 @@ def _origin(source: Source) -> str:
 RENDERED = {
     "checkpointing": ("results/speed.md", checkpointing),
     "exponentials": ("results/speed.md", exponentials),
-    "freeze": ("use-it-in-your-model.md", freeze),
+    "freeze": ("results/speed.md", freeze),
 }
 """The page of a file of results, and the function that puts its numbers there, by the file's name."""
 

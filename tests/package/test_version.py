@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
         ("lab/pyproject.toml", 'version = "{}"'),
         ("lab/pyproject.toml", '"torchrope=={}",'),
         ("CITATION.cff", "\nversion: {}"),
-        ("README.md", "**Status**: {}. "),
+        ("README.md", "## Status\n\n{}, "),
         ("CHANGELOG.md", "## {} "),
     ],
 )
