@@ -5,11 +5,12 @@ An error is one line that names a setting as the user wrote it: `--epochs`, or `
 
 import argparse
 import json
+import operator
 import re
 import textwrap
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
@@ -139,7 +140,10 @@ def accept_short_forms(parser: Any) -> dict[str, Any]:
         if action.dest == "data.name":
             action.metavar = "NAME"
             action.help = f"{', '.join(DATA_NAMES)}, hf:NAME, webdataset:FOLDER, or mypackage.module:source"
-        if not hasattr(action, "_typehint") or action.dest.startswith("trainer."):
+        if not hasattr(action, "_typehint"):
+            continue
+        if action.dest.startswith("trainer."):
+            action._typehint = whole_numbers_first(action._typehint)
             continue
         kinds[action.dest] = action._typehint
         action._typehint = kind = without_rules(action._typehint)
@@ -148,6 +152,12 @@ def accept_short_forms(parser: Any) -> dict[str, Any]:
             action.metavar = action.metavar or "A,B"
             action.type = partial(_list_as_json, kind)
     return kinds
+
+
+def whole_numbers_first(kind: Any) -> Any:
+    """Return a union in which 1 is read as an int: `typing` may return an equal one that another module made."""
+    parts = get_args(kind)
+    return reduce(operator.or_, sorted(parts, key=lambda part: part is not int)) if {int, float} <= {*parts} else kind
 
 
 def as_list(text: str, convert: Callable[[str], Any] = json.loads) -> list[Any]:
