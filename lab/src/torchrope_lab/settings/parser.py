@@ -318,18 +318,13 @@ def parse(
             convert(kinds[name], options[name], _name(name, everything))
     settings = options.as_dict()
     if "trainer" in settings:
-        changed = {k: v for k, v in settings["trainer"].items() if v != parser.get_default(f"trainer.{k}")}
-        settings["trainer"] = changed
+        chosen = settings["trainer"].items()
+        settings["trainer"] = {k: v for k, v in chosen if v != parser.get_default(f"trainer.{k}")}
     try:
         built: Any = build(config, settings, "") if is_dataclass(config) else None
     except ValueError as error:
         raise Mistake(_with_option(str(error), everything, kinds)) from None
-    return Parsed(
-        config=built,
-        options=parser.instantiate(options),
-        given=given,
-        allow=allow,
-    )
+    return Parsed(built, parser.instantiate(options), given, allow)
 
 
 def _parser(command: str, description: str, usage: str, config: type) -> Any:
