@@ -132,7 +132,7 @@ def entry(shape: Specialisation, architecture: str, **changes: str) -> record.Ve
 def like_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Make "auto" decide on a CPU as it does on an H100, without running kernels; return the user's record."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(record, "users", lambda: tmp_path / "record.json")
+    monkeypatch.setattr(record, "user_record", lambda: tmp_path / "record.json")
     monkeypatch.setattr(record, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(record, "_TOLD", [])
     monkeypatch.setattr(backends, "_reason", lambda kernel, name, *args: backends._unverified(kernel, *args))

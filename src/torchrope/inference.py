@@ -15,7 +15,7 @@ from torchrope.encodings.names import built_as
 from torchrope.encodings.skew_matrices import invariant_planes
 from torchrope.models import Swin, ViT
 from torchrope.models.layers import axes_of, choice_of
-from torchrope.ops.backends import takes_kernels
+from torchrope.ops.backends import is_exporting, takes_kernels
 from torchrope.ops.layouts import heads_first
 from torchrope.rotating import apply
 from torchrope.rotations import Block, Commuting, Rotation
@@ -216,9 +216,9 @@ class Frozen(Float32Module):
         rotation = known[1]
         if isinstance(rotation, Commuting):
             of_kernel = rotation.positions, rotation.factors, rotation.base
-            fused = not _is_exporting() and takes_kernels("rotate_basis", *of_kernel)
+            fused = not is_exporting() and takes_kernels("rotate_basis", *of_kernel)
             return rotation if fused else rotation.for_export()._with(_table=self.plain_table)
-        return rotation.for_export() if _is_exporting() else rotation
+        return rotation.for_export() if is_exporting() else rotation
 
     def extra_repr(self) -> str:
         """Return the frozen shape to show in `repr`."""
@@ -290,10 +290,6 @@ def require_unfrozen(name: str, model: nn.Module) -> None:
     require_module(name, model)
     if any(isinstance(part, Frozen | FrozenAbsolute) for part in model.modules()):
         raise ValueError(f"{name} needs a model that is not frozen, got a frozen {type(model).__name__}")
-
-
-def _is_exporting() -> bool:
-    return getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)()  # added in torch 2.7
 
 
 def _record_constants(model: nn.Module, examples: Sequence[Tensor]) -> dict[nn.Module, Any]:

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
+from torchrope.ops.dispatch import QueriesKeys, absent
 from torchrope.ops.layouts import heads_first, in_layout
-from torchrope.ops.pairs import Pair, absent
 from torchrope.rotations import Rotation
 
 
@@ -49,17 +49,17 @@ def rotate(
     _require_rotation(rotation)
     if key_rotation is not None:
         _require_rotation(key_rotation)
-    x = Pair(heads_first("q", q, layout), heads_first("k", k, layout), scores_only)
+    x = QueriesKeys(heads_first("q", q, layout), heads_first("k", k, layout), scores_only)
     if key_rotation is None:
         rotation.check("q", x.q, x.k)
         if x.q.shape != x.k.shape or x.q.dtype != x.k.dtype or x.q.device != x.k.device:
             rotation.check("k", x.k, x.q)
-        rotated_q, rotated_k = rotation.encode(x)
+        rotated_q, rotated_k = rotation.rotate_vectors(x)
     else:
         rotation.check("q", x.q, x.k)
         key_rotation.check("k", x.k, x.q)
-        x = Pair(x.q, x.k, scores_only and rotation.shares_basis(key_rotation, x))
-        rotated_q, rotated_k = rotation.encode(x.only_q())[0], key_rotation.encode(x.only_k())[1]
+        x = QueriesKeys(x.q, x.k, scores_only and rotation.shares_basis(key_rotation, x))
+        rotated_q, rotated_k = rotation.rotate_vectors(x.only_q())[0], key_rotation.rotate_vectors(x.only_k())[1]
     rotated_q, rotated_k = in_layout(rotated_q, layout), in_layout(rotated_k, layout)
     if rotated_q.dtype != q.dtype or rotated_k.dtype != k.dtype:
         return rotated_q.to(q.dtype), rotated_k.to(k.dtype)
@@ -91,8 +91,8 @@ def apply(
     _require_rotation(rotation)
     x = heads_first("x", x, layout)
     rotation.check("x", x, None)
-    pair = Pair(x, absent(x), scores_only)
-    return in_layout(rotation.encode(pair)[0], layout).to(x.dtype)
+    pair = QueriesKeys(x, absent(x), scores_only)
+    return in_layout(rotation.rotate_vectors(pair)[0], layout).to(x.dtype)
 
 
 def _require_rotation(rotation: Rotation) -> None:

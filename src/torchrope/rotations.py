@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from torchrope.ops import pairs
-from torchrope.ops.pairs import Pair, absent
+from torchrope.ops import dispatch
+from torchrope.ops.dispatch import QueriesKeys, absent
 from torchrope.ops.reference import combine, cos_sin
 from torchrope.ops.shapes import basis_fits, block_fits, planar_fits
 from torchrope.ops.skew_exp import exponential
@@ -37,7 +37,8 @@ class Rotation(Value, ABC):
 
     head_dim: int
     num_heads: int | None = None
-    _checked = tuple[tuple[Tensor, torch.Size], ...]()  # tensors and their shapes when they fitted one another
+    # The tensors and their shapes when they fitted one another; an annotation would make it a field.
+    _checked = tuple[tuple[Tensor, torch.Size], ...]()
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
@@ -45,14 +46,14 @@ class Rotation(Value, ABC):
             self._require_consistent()
 
     @abstractmethod
-    def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
+    def rotate_vectors(self, x: QueriesKeys) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys that fit; a side with 0 heads is absent and returned unchanged."""
 
     def tabulated(self) -> Self:
         """Return the rotation with cos and sin precomputed where it has any, for several layers that share it."""
         return self
 
-    def shares_basis(self, other: "Rotation", x: Pair) -> bool:
+    def shares_basis(self, other: "Rotation", x: QueriesKeys) -> bool:
         """Return whether queries and keys of x, whose rotation is another, share a basis that scores may omit."""
         return False
 
@@ -184,8 +185,8 @@ class Rotation(Value, ABC):
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        shown = f"shape={self.shape}, rotary_dim={self.rotary_dim}, head_dim={self.head_dim}"
-        return f"{type(self).__name__}({shown}, heads={self.heads}, {dtype}, {self.device})"
+        sizes = f"shape={self.shape}, rotary_dim={self.rotary_dim}, head_dim={self.head_dim}"
+        return f"{type(self).__name__}({sizes}, heads={self.heads}, {dtype}, {self.device})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a detached copy."""
@@ -281,8 +282,8 @@ class Planar(ByPositions):
     frequencies: Tensor
     interleaved: bool = True
 
-    def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
-        return pairs.rotate_planar(x, self.positions, self.frequencies, self._table, self.interleaved)
+    def rotate_vectors(self, x: QueriesKeys) -> tuple[Tensor, Tensor]:
+        return dispatch.rotate_planar(x, self.positions, self.frequencies, self._table, self.interleaved)
 
     def _fits(self) -> bool:
         return planar_fits(self.positions, self.frequencies, self._table, self.head_dim)
@@ -309,7 +310,7 @@ class Planar(ByPositions):
         positions, frequencies = self.positions.detach(), self.frequencies.detach()
         units = positions.new_zeros(*self.shape, self.rotary_dim)
         units[..., : self.rotary_dim // 2] = 1
-        rotated, _ = pairs.rotate_planar(Pair(units, absent(units)), positions, frequencies, None, False)
+        rotated, _ = dispatch.rotate_planar(QueriesKeys(units, absent(units)), positions, frequencies, None, False)
         return self._with(_table=rotated.unflatten(-1, (2, -1)))
 
     def in_halves(self) -> "Planar":
@@ -349,10 +350,10 @@ class GivenAngles(Planar):
 
     given: Tensor
 
-    def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
+    def rotate_vectors(self, x: QueriesKeys) -> tuple[Tensor, Tensor]:
         if self._table is None:
-            return pairs.rotate_by_angles(x, self.given, self.interleaved)
-        return super().encode(x)
+            return dispatch.rotate_by_angles(x, self.given, self.interleaved)
+        return super().rotate_vectors(x)
 
     def _fits(self) -> bool:
         *batch, tokens, _ = self.positions.shape
@@ -452,20 +453,20 @@ class Commuting(ByPositions):
     basis: Tensor
     angular: Tensor
 
-    def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
-        return pairs.rotate_basis(x, self.positions, self.factors, self.base, self.basis, self.angular)
+    def rotate_vectors(self, x: QueriesKeys) -> tuple[Tensor, Tensor]:
+        return dispatch.rotate_basis(x, self.positions, self.factors, self.base, self.basis, self.angular)
 
     def _fits(self) -> bool:
         return basis_fits(self.positions, self.factors, self.base, self.basis, self.angular, self.head_dim)
 
-    def shares_basis(self, other: Rotation, x: Pair) -> bool:
+    def shares_basis(self, other: Rotation, x: QueriesKeys) -> bool:
         # Kernels apply U also to blocks that never rotate, so these must be the same: compare factors and w too.
         names = ("factors", "angular", "basis")
         if not isinstance(other, Commuting):
             return False
         # Only the kernel omits U, so it must take both sides or neither.
-        takes_q = pairs.takes_basis(x.only_q(), self.positions, self.factors, self.base)
-        takes_k = pairs.takes_basis(x.only_k(), other.positions, other.factors, other.base)
+        takes_q = dispatch.takes_basis(x.only_q(), self.positions, self.factors, self.base)
+        takes_k = dispatch.takes_basis(x.only_k(), other.positions, other.factors, other.base)
         return takes_q == takes_k and all(_equal(getattr(self, name), getattr(other, name)) for name in names)
 
     @property
@@ -507,8 +508,8 @@ class PlanarInBasis(ByPositions):
     frequencies: Tensor
     basis: Tensor
 
-    def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
-        return pairs.in_basis(x, self.basis, self.planar.encode) if self.basis.numel() else x[:2]
+    def rotate_vectors(self, x: QueriesKeys) -> tuple[Tensor, Tensor]:
+        return dispatch.in_basis(x, self.basis, self.planar.rotate_vectors) if self.basis.numel() else x[:2]
 
     def _fits(self) -> bool:
         heads, blocks, b, columns = self.basis.shape
@@ -516,7 +517,7 @@ class PlanarInBasis(ByPositions):
         fits = b == columns and blocks * b == 2 * pairs and frequency_heads in (1, heads)
         return fits and planar_fits(self.positions, self.frequencies, self._table, self.head_dim)
 
-    def shares_basis(self, other: Rotation, x: Pair) -> bool:
+    def shares_basis(self, other: Rotation, x: QueriesKeys) -> bool:
         if not isinstance(other, PlanarInBasis):
             return False
         # Two learned bases with equal values must both be applied, to get both gradients.
@@ -566,8 +567,8 @@ class Block(Rotation):
     table: Tensor
     _tangent: Tensor | None = None  # of exp_generators, which takes the gradient of the table through it
 
-    def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
-        return pairs.rotate_block(x, self.table, self._tangent)
+    def rotate_vectors(self, x: QueriesKeys) -> tuple[Tensor, Tensor]:
+        return dispatch.rotate_block(x, self.table, self._tangent)
 
     def _fits(self) -> bool:
         return block_fits(self.table, self._tangent, self.head_dim)

@@ -212,7 +212,7 @@ def verify(
 
 
 def merged(path: Path, entries: Iterable[record.Verified], compared: Iterable[Specialisation], name: str) -> str:
-    """Return the text of a record with entries in the place of those compared, and without those of other kernels."""
+    """Return the text of a record with entries in the place of those compared, and without those of changed sources."""
     replaced = {(str(x), name, record.triton_version()) for x in compared}
     kept = [
         x
@@ -352,7 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command: 0 if all kernels are right, 1 if one is wrong, 2 if the device has none."""
     parser = argparse.ArgumentParser(prog="python -m torchrope verify", description=__doc__)
     parser.add_argument("--device", default="cuda", help="the GPU, such as cuda:1 (default: %(default)s)")
-    users = record.users()
+    users = record.user_record()
     parser.add_argument(
         "--record", type=Path, default=users, required=users is None, help="file to write (default: %(default)s)"
     )

@@ -20,7 +20,7 @@ pwd.getpwuid = absent
 import torch, torchrope as tr
 from torchrope.ops import record
 assert ".zip" in tr.__file__, tr.__file__
-assert record.users() is None and not record._verified("sm_90")
+assert record.user_record() is None and not record._verified("sm_90")
 q, encoding = torch.randn(1, 2, 9, 8), tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=8)
 assert tr.rotate(q, q, encoding(tr.grid(3, 3)))[0].shape == q.shape
 """

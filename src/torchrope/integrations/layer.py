@@ -49,7 +49,7 @@ class SwappedLayer:
         self.module = module
         self._begin = positions.begin
         self._arguments = list(inspect.signature(type(module).forward).parameters)[1:]
-        keeps_keys = any("past" in name or "cache" in name for name in self._arguments)
+        keeps_keys = any("past" in name or "cache" in name for name in self._arguments)  # in the model's basis
         self.scores_only = not (keeps_keys or (intercept.precedes_rotation and state.rotary.keep_rotation))
         self.intercepted_forward = intercept.forward(module, self)
 
@@ -145,10 +145,10 @@ class CustomForward:
     function: Callable[..., Any]
     precedes_rotation = False
 
-    def forward(self, layer: Any, encode: SwappedLayer) -> Callable[..., Any]:
-        return partial(self.function, layer, encode)
+    def forward(self, layer: Any, swapped: SwappedLayer) -> Callable[..., Any]:
+        return partial(self.function, layer, swapped)
 
-    def attach(self, layer: Any, encode: SwappedLayer) -> list[Any]:
+    def attach(self, layer: Any, swapped: SwappedLayer) -> list[Any]:
         return []
 
 
@@ -165,19 +165,19 @@ class AfterNorms:
     layout: str = "bhtd"  # of their input, or "bthd"; (batch, tokens, heads head_dim) is supported too
     precedes_rotation = True
 
-    def forward(self, layer: Any, encode: SwappedLayer) -> Callable[..., Any]:
+    def forward(self, layer: Any, swapped: SwappedLayer) -> Callable[..., Any]:
         grouped = getattr(layer, "num_kv_heads", None) not in (None, getattr(layer, "num_heads", None))
-        if encode.scores_only and hasattr(layer, "fused_attn") and not grouped and "F" in names_in(layer):
-            return Rebound(layer, "forward", {"F": _Functional(encode)})
+        if swapped.scores_only and hasattr(layer, "fused_attn") and not grouped and "F" in names_in(layer):
+            return Rebound(layer, "forward", {"F": _Functional(swapped)})
         return partial(type(layer).forward, layer)
 
-    def attach(self, layer: Any, encode: SwappedLayer) -> list[Any]:
+    def attach(self, layer: Any, swapped: SwappedLayer) -> list[Any]:
         norms = {name: getattr(layer, name, None) for name in (*self.norms, *self.text_norms)}
         missing = next((name for name in self.norms if norms[name] is None), None)
         if missing is not None:
             raise ValueError(f"swap rotates q and k after their norms, got a {type(layer).__name__} without {missing}")
         return [
-            Replaced(norm, "forward", partial(encode.after_norm, norm, name in self.text_norms, self.layout))
+            Replaced(norm, "forward", partial(swapped.after_norm, norm, name in self.text_norms, self.layout))
             for name, norm in norms.items()
             if norm is not None
         ]
@@ -192,7 +192,7 @@ def _is_fused(layer: Any, forward: Any) -> bool:
 class _StandIn:
     """What a global name refers to in the forward of a layer."""
 
-    encode: SwappedLayer
+    swapped: SwappedLayer
     layout: str = "bhtd"
     replaced: Any = None  # set by Rebound
 
@@ -205,7 +205,7 @@ class _Functional(_StandIn):
 
     def scaled_dot_product_attention(self, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Rotate q and k first."""
-        attended: Tensor = self.replaced.scaled_dot_product_attention(*self.encode(query, key), *args, **kwargs)
+        attended: Tensor = self.replaced.scaled_dot_product_attention(*self.swapped(query, key), *args, **kwargs)
         return attended
 
     def __getattr__(self, name: str) -> Any:
@@ -225,7 +225,7 @@ class Sdpa(CustomForward):
     def __init__(self) -> None:
         super().__init__(partial(_watched, _AtSdpa))
 
-    def attach(self, layer: Any, encode: SwappedLayer) -> list[Any]:
+    def attach(self, layer: Any, swapped: SwappedLayer) -> list[Any]:
         return [Replaced(layer, "fused_attn", True)] if hasattr(layer, "fused_attn") else []  # timm's switch
 
 
@@ -237,13 +237,13 @@ class InFunction:
     layout: str = "bhtd"
     precedes_rotation = False
 
-    def forward(self, layer: Any, encode: SwappedLayer) -> Callable[..., Any]:
+    def forward(self, layer: Any, swapped: SwappedLayer) -> Callable[..., Any]:
         if self.name not in names_in(layer):
             rule = f"swap rotates q and k in {self.name}"
             raise ValueError(f"{rule}, got a {type(layer).__name__} that does not call it")
-        return Rebound(layer, "forward", {self.name: _Rotating(encode, self.layout)})
+        return Rebound(layer, "forward", {self.name: _Rotating(swapped, self.layout)})
 
-    def attach(self, layer: Any, encode: SwappedLayer) -> list[Any]:
+    def attach(self, layer: Any, swapped: SwappedLayer) -> list[Any]:
         return []
 
 
@@ -263,23 +263,23 @@ class _Rotating(_StandIn):
 
     def __call__(self, q: Tensor, k: Tensor, *tables: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Rotate q and k."""
-        if self.encode.state.rotary.keep_rotation:
+        if self.swapped.state.rotary.keep_rotation:
             q, k = self.replaced(q, k, *tables, **kwargs)
         if q.ndim > 3:
-            return self.encode(q, k, self.layout)
-        q, k = self.encode(q.unsqueeze(0), k.unsqueeze(0), self.layout)
+            return self.swapped(q, k, self.layout)
+        q, k = self.swapped(q.unsqueeze(0), k.unsqueeze(0), self.layout)
         return q.squeeze(0), k.squeeze(0)
 
     def get_interface(self, name: str, default: Any) -> Callable[..., Any]:
         """Return an attention function that rotates q and k first."""
         attend = self.replaced.get_interface(name, default)
-        return lambda layer, query, key, *args, **kwargs: attend(layer, *self.encode(query, key), *args, **kwargs)
+        return lambda layer, query, key, *args, **kwargs: attend(layer, *self.swapped(query, key), *args, **kwargs)
 
 
-def _watched(watch: type["_Watch"], layer: Any, encode: SwappedLayer, *args: Any, **kwargs: Any) -> Any:
+def _watched(watch: type["_Watch"], layer: Any, swapped: SwappedLayer, *args: Any, **kwargs: Any) -> Any:
     """Forward of a layer that calls the watched function of torch once; ValueError if it does not."""
     calls: list[bool] = []
-    with watch(encode, calls):
+    with watch(swapped, calls):
         output = type(layer).forward(layer, *args, **kwargs)
     if len(calls) != 1:
         rule = f"swap rotates q and k at {watch.call}, which the forward must call once"
@@ -297,8 +297,8 @@ class _Watch(TorchFunctionMode):
 
     call: str
 
-    def __init__(self, encode: SwappedLayer, calls: list[bool]) -> None:
-        self.encode = encode
+    def __init__(self, swapped: SwappedLayer, calls: list[bool]) -> None:
+        self.swapped = swapped
         self.calls = calls
 
 
@@ -311,7 +311,7 @@ class _AtSplit(_Watch):
         if function is Tensor.unbind and len(output) == 3 and output[0].ndim == 4 and dim in (0, -5):
             q, k, v = output
             self.calls.append(True)
-            return (*self.encode(q, k), v)
+            return (*self.swapped(q, k), v)
         return output
 
 
@@ -328,10 +328,10 @@ class _AtSdpa(_Watch):
         named = {**{_SDPA[index]: value for index, value in enumerate(args)}, **(kwargs or {})}
         q, k = named["query"], named["key"]
         if q.ndim == 3:  # (batch heads, tokens, head_dim)
-            heads = self.encode.num_heads
-            q, k = (x.flatten(0, 1) for x in self.encode(q.unflatten(0, (-1, heads)), k.unflatten(0, (-1, heads))))
+            heads = self.swapped.num_heads
+            q, k = (x.flatten(0, 1) for x in self.swapped(q.unflatten(0, (-1, heads)), k.unflatten(0, (-1, heads))))
         else:
-            q, k = self.encode(q, k)
+            q, k = self.swapped(q, k)
         return function(**{**named, "query": q, "key": k})
 
 

@@ -85,9 +85,9 @@ class _Counted(Planar):
 
     calls: list[Any]
 
-    def encode(self, x: Any) -> tuple[Tensor, Tensor]:
+    def rotate_vectors(self, x: Any) -> tuple[Tensor, Tensor]:
         self.calls.append(x)
-        return super().encode(x)
+        return super().rotate_vectors(x)
 
 
 def _intercepted_forward(layer: Any) -> Any:

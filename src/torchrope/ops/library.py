@@ -1,8 +1,8 @@
 """Registration of the kernels as PyTorch operators: schemas, fake implementations and gradients.
 
-The operators are the only way to the kernels: `native` on a CPU, `gpu` on CUDA and ROCm, whose functions have the
-operators' names, arguments and results. Gradients that are not wanted are returned empty. Only the reference supports
-gradients of gradients.
+The operators are the only way to the kernels: `native` on a CPU, `gpu` on CUDA and ROCm. Its functions have the names,
+arguments and results of the operators; that of `exp_generators` has no tangent. Gradients that are not wanted are
+returned empty. Only the reference supports gradients of gradients.
 """
 
 from collections.abc import Callable, Sequence

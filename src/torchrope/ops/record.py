@@ -1,6 +1,6 @@
 """The record of verified GPU kernels: which specialisation computed right results on which architecture and Triton.
 
-`python -m torchrope verify` writes the record of a user; a committed one, for all users, lies beside this file.
+`python -m torchrope verify` writes the record of a user; one for all lies here, empty until the kernels ran on a GPU.
 """
 
 import json
@@ -128,7 +128,7 @@ is_verified._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @cache
 def _verified(name: str) -> frozenset[Specialisation]:
     """Read what is verified on an architecture, also without what an encoding does not know of q and k."""
-    listed = [entry for path in (COMMITTED, users()) if path is not None for entry in read(path)]
+    listed = [entry for path in (COMMITTED, user_record()) if path is not None for entry in read(path)]
     exact = [Specialisation.parse(x.specialisation) for x in listed if x.architecture == name and is_current(x)]
     return frozenset(exact + [x._replace(dtype="", channels=0, wanted="") for x in exact if x.dtype])
 
@@ -150,7 +150,7 @@ def _tell_unverified(name: str, wanted: Specialisation) -> None:
         warnings.warn(f"{used}: python -m torchrope verify --shape {wanted}", stacklevel=2)
 
 
-def users() -> Path | None:
+def user_record() -> Path | None:
     """Return the path of the user's record; None without a home directory, as under any uid in a container."""
     home = os.path.expanduser("~")
     return None if home == "~" else Path(home, ".cache", "torchrope", "verified_kernels.json")

@@ -28,7 +28,7 @@ class Study:
         tasks: The data must be for at least one of these; see `DataModule.tasks`.
         lattice: Whether it needs patches on a lattice.
         needs_data: False if it is computed from formulas.
-        optional_settings: Optional settings that it supports: "reference", "checkpoint", "sizes", "folds".
+        optional_settings: Settings that not every study takes, such as "reference", and "folds" if it trains in them.
     """
 
     name: str
@@ -206,7 +206,7 @@ def suitable(data: str) -> list[str]:
 
 
 def check_supported(studies: Sequence[Study], setting: str, option: str | None = None) -> None:
-    """Raise ValueError if none of some studies supports a setting, "reference", "checkpoint", "sizes" or "probes"."""
+    """Raise ValueError if none of some studies has a setting among its `optional_settings`."""
     if not any(setting in study.optional_settings for study in studies):
         supporting = [name for name, study in STUDIES.items() if setting in study.optional_settings]
         names = ", ".join(study.name for study in studies)

@@ -46,10 +46,10 @@ def _data_needed(results: Results) -> Section:
     """Estimate the share of the data with which every encoding reaches the reference trained on all of it."""
     lab, reference, top1 = results.lab, results.reference, results.top1
     whole, trained = Cell(reference, 100), results.levels(reference)
-    if top1.interval(whole).low <= 100 * results.chance:
-        return Section(answer=f"{not_learned(f'The reference, {reference},', results.chance)}.")
     if missing := [f"{share} %" for share in SHARES if share not in trained]:
         lab.leave_out(f"Left out: {join_names(missing)}, with too few examples for one of each class.")
+    if top1.interval(whole).low <= 100 * results.chance:
+        return Section(answer=f"{not_learned(f'The reference, {reference},', results.chance)}.")
     drawn = {cell: each.drawn for cell, each in Quantity(top1.values, TOP1).estimates.items()}  # of the same draws
     reach = {}
     for arm in results.arms:

@@ -1,5 +1,6 @@
 """Accuracy with encodings shared across heads, layers or both (LieRE's second version, table 2)."""
 
+from torchrope.encodings import NoEncoding
 from torchrope_lab.conclusion import join_names
 from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.engine.grid import Accuracy, AgainstLevel, Factor, Levels, OneFactor, parameters
@@ -22,7 +23,7 @@ def _levels(lab: Lab) -> Levels:
 
 def _learning(lab: Lab) -> list[str]:
     """Return the encodings whose rotary part learns."""
-    names = [name for name in lab.encodings if _count(lab, name) > _absolute(lab, name)]
+    names = [name for name in lab.encodings if _count(lab, name) > _count_others(lab, name)]
     others = [name for name in lab.encodings if name not in names]
     if others:
         lab.leave_out(f"Left out: {join_names(others)}, which have no learned parameters to share.")
@@ -39,10 +40,10 @@ def _count(lab: Lab, name: str) -> int:
     return count_encoding_parameters(lab.blueprint(lab.run(name)))
 
 
-def _absolute(lab: Lab, name: str) -> int:
-    """Count the parameters of the absolute part, which sharing does not change."""
-    absolute = [part for part in name.split("+") if resolve_encoding(part).absolute is not None]
-    return _count(lab, absolute[0]) if absolute else 0
+def _count_others(lab: Lab, name: str) -> int:
+    """Count the parameters of the parts that are no rotation, which sharing over heads does not change."""
+    others = [part for part in name.split("+") if resolve_encoding(part).rotary is NoEncoding]
+    return _count(lab, "+".join(others)) if others else 0
 
 
 find = OneFactor(

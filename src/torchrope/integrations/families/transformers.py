@@ -212,14 +212,14 @@ _VIDEO_ENCODERS = (
 
 
 def _sam_attention(
-    layer: Any, encode: Callable[..., Any], hidden_states: Tensor, output_attentions: bool | None = None
+    layer: Any, swapped: Callable[..., Any], hidden_states: Tensor, output_attentions: bool | None = None
 ) -> tuple[Tensor, Tensor]:
     """SAM's eager attention with rotated q and k; its bias is computed from q before the rotation."""
     sizes = tuple(hidden_states.shape[1:3])
     projected = layer.qkv(hidden_states).flatten(1, 2).unflatten(-1, (3, layer.num_attention_heads, -1))
     query, key, value = projected.permute(2, 0, 3, 1, 4).unbind(0)  # (batch, heads, tokens, head_dim)
     # Contiguous, as in SAM: matrix products of tensors with other strides round differently.
-    rotated, key = encode(query.contiguous(), key.contiguous())
+    rotated, key = swapped(query.contiguous(), key.contiguous())
     scores = (rotated * layer.scale) @ key.transpose(-2, -1)
     if layer.use_rel_pos:
         bias = layer.get_decomposed_rel_pos(query.flatten(0, 1), layer.rel_pos_h, layer.rel_pos_w, sizes, sizes)

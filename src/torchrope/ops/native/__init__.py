@@ -121,7 +121,7 @@ def _floats(*shape: int) -> Tensor:
 def rotate_planar(
     q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    """Rotate as `torchrope.ops.pairs.rotate_planar`, of `(batch, heads, tokens, head_dim)` and float32 positions."""
+    """Rotate as `torchrope.ops.dispatch.rotate_planar`, of `(batch, heads, tokens, head_dim)` and float32 positions."""
     sides = _Sides(q, k)
     _run_planar(sides, q.shape[3], (positions, frequencies, table), interleaved)
     return sides.outputs
@@ -201,7 +201,7 @@ def rotate_basis(
     angular: Tensor,
     outer: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate as `torchrope.ops.pairs.rotate_basis`, with the outer U if `outer`; base is for its gradient alone."""
+    """Rotate as `torchrope.ops.dispatch.rotate_basis`, with the outer U if `outer`; base is for its gradient alone."""
     sides = _Sides(q, k)
     _run_basis(sides, q.shape[3], (positions, factors, basis, angular), outer)
     return sides.outputs

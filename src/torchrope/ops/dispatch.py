@@ -1,4 +1,4 @@
-"""`Pair`, queries and keys, and their rotation by a kernel or by the reference."""
+"""Rotation of queries and keys by a kernel, or by the reference."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torchrope.ops.skew_exp import exponential
 from torchrope.tensors import wide_dtype, without_autocast
 
 
-class Pair(NamedTuple):
+class QueriesKeys(NamedTuple):
     """Queries and keys, heads first, of which one may be absent: it then has 0 heads.
 
     Attributes:
@@ -28,18 +28,18 @@ class Pair(NamedTuple):
     k: Tensor
     scores_only: bool = False
 
-    def only_q(self) -> "Pair":
+    def only_q(self) -> "QueriesKeys":
         """Return the pair without keys."""
-        return Pair(self.q, absent(self.q), self.scores_only)
+        return QueriesKeys(self.q, absent(self.q), self.scores_only)
 
-    def only_k(self) -> "Pair":
+    def only_k(self) -> "QueriesKeys":
         """Return the pair without queries."""
-        return Pair(absent(self.k), self.k, self.scores_only)
+        return QueriesKeys(absent(self.k), self.k, self.scores_only)
 
-    def widened(self, *tensors: Tensor) -> "Pair":
+    def widened(self, *tensors: Tensor) -> "QueriesKeys":
         """Convert both sides to the widest dtype of both, of other tensors and float32."""
         wide = wide_dtype(self.q, self.k, *tensors)
-        return Pair(self.q.to(wide), self.k.to(wide), self.scores_only)
+        return QueriesKeys(self.q.to(wide), self.k.to(wide), self.scores_only)
 
     def separately(self, of_q: Callable[[Tensor], Tensor], of_k: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Apply a function to each side that is present."""
@@ -47,12 +47,12 @@ class Pair(NamedTuple):
 
 
 def absent(like: Tensor) -> Tensor:
-    """Return the side of a `Pair` that is absent, for the tokens of the other one."""
+    """Return the side of a `QueriesKeys` that is absent, for the tokens of the other one."""
     return like.detach().narrow(-3, 0, 0)
 
 
 def rotate_planar(
-    x: Pair, positions: Tensor, frequencies: Tensor, table: Tensor | None, interleaved: bool
+    x: QueriesKeys, positions: Tensor, frequencies: Tensor, table: Tensor | None, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
     """Rotate channel pairs by the angles  φ_i = sum_a p_a f_ai.
 
@@ -84,14 +84,14 @@ def rotate_planar(
         return _by_reference(x, *reference.cos_sin(positions.to(dtype), frequencies.to(dtype), known), interleaved)
 
 
-def _by_reference(x: Pair, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+def _by_reference(x: QueriesKeys, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     def rotated(y: Tensor) -> Tensor:
         return reference.rotate_planar(y, cos, sin, interleaved)
 
     return _narrowed(x, x.widened(cos).separately(rotated, rotated))
 
 
-def rotate_by_angles(x: Pair, angles: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+def rotate_by_angles(x: QueriesKeys, angles: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     """Rotate channel pairs by given angles `(*batch, heads or 1, tokens, pairs)`, as `rotate_planar` does."""
     if not angles.shape[-1]:
         return x[:2]
@@ -140,7 +140,7 @@ def _split_pairs(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tens
 
 
 def rotate_basis(
-    x: Pair, positions: Tensor, factors: Tensor, base: Tensor, basis: Tensor, angular: Tensor
+    x: QueriesKeys, positions: Tensor, factors: Tensor, base: Tensor, basis: Tensor, angular: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Rotate by  exp(s B) = U rot(s w) U^T,  s = sum_a p_a c_a,  without the outer U if only scores are used.
 
@@ -161,12 +161,12 @@ def rotate_basis(
         return _rotate_blocks(x, wide, blocks)
 
 
-def takes_basis(x: Pair, positions: Tensor, factors: Tensor, base: Tensor) -> bool:
+def takes_basis(x: QueriesKeys, positions: Tensor, factors: Tensor, base: Tensor) -> bool:
     """Return whether a kernel computes `rotate_basis` of x, and omits the outer U if it may."""
     return _takes("rotate_basis", x, positions.ndim - 2, positions, factors, base)
 
 
-def rotate_block(x: Pair, table: Tensor, tangent: Tensor | None) -> tuple[Tensor, Tensor]:
+def rotate_block(x: QueriesKeys, table: Tensor, tangent: Tensor | None) -> tuple[Tensor, Tensor]:
     """Multiply channel blocks by a table of matrices `(*batch, heads or 1, tokens, blocks, b, b)`.
 
     The tangent of `exp_generators`, if the table is of it and needs a gradient, receives it.
@@ -184,14 +184,14 @@ def rotate_block(x: Pair, table: Tensor, tangent: Tensor | None) -> tuple[Tensor
         return _rotate_blocks(x, wide, table.to(wide.q.dtype))
 
 
-def _rotate_blocks(x: Pair, wide: Pair, blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _rotate_blocks(x: QueriesKeys, wide: QueriesKeys, blocks: Tensor) -> tuple[Tensor, Tensor]:
     def rotated(y: Tensor) -> Tensor:
         return reference.rotate_blocks(y, blocks)
 
     return _narrowed(x, wide.separately(rotated, rotated))
 
 
-def in_basis(x: Pair, basis: Tensor, rotate: Callable[[Pair], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def in_basis(x: QueriesKeys, basis: Tensor, rotate: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Rotate as  x + P (rot y - y),  y = P^T x,  exact at the origin; as rot y for scores only; in float32 or wider."""
 
     def into(y: Tensor) -> Tensor:
@@ -202,16 +202,16 @@ def in_basis(x: Pair, basis: Tensor, rotate: Callable[[Pair], tuple[Tensor, Tens
 
     wide = x.widened(basis)
     with without_autocast(x.q):
-        inner = Pair(*wide.separately(into, into))
+        inner = QueriesKeys(*wide.separately(into, into))
         rotated = rotate(inner)
         if x.scores_only:
             return rotated
-        q, k = Pair(rotated[0] - inner.q, rotated[1] - inner.k).separately(out_of, out_of)
+        q, k = QueriesKeys(rotated[0] - inner.q, rotated[1] - inner.k).separately(out_of, out_of)
         return wide.q + q, wide.k + k
 
 
 def _takes(
-    kernel: str, x: Pair, batch_dims: int, *tensors: Tensor, reason: str | None = None, halves: bool = False
+    kernel: str, x: QueriesKeys, batch_dims: int, *tensors: Tensor, reason: str | None = None, halves: bool = False
 ) -> bool:
     """Return whether a kernel rotates; an explicitly chosen backend raises if it cannot."""
     if not takes_kernels(kernel, x.q, x.k, *tensors, halves=halves):
@@ -232,12 +232,12 @@ def _flat(x: Tensor) -> Tensor:
     return x if x.ndim == 4 else x.unsqueeze(0) if x.ndim == 3 else x.flatten(0, -4)
 
 
-def _like(x: Pair, rotated: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _like(x: QueriesKeys, rotated: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Restore the leading dimensions."""
     q, k = rotated
     return q if x.q.ndim == 4 else q.reshape(x.q.shape), k if x.k.ndim == 4 else k.reshape(x.k.shape)
 
 
-def _narrowed(x: Pair, rotated: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _narrowed(x: QueriesKeys, rotated: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Round to the dtypes of the inputs."""
     return rotated[0].to(x.q.dtype), rotated[1].to(x.k.dtype)
