@@ -9,8 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import NoneType
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -25,7 +23,6 @@ from torchrope_lab.conclusion import Conclusion
 from torchrope_lab.data.data_config import options, settings_of
 from torchrope_lab.files import read_curve
 from torchrope_lab.results import Row, StudyResult, Table
-from torchrope_lab.settings.parser import whole_numbers_first
 from torchrope_lab.settings.run_config import ExecutionConfig, RunConfig
 from torchrope_lab.training.run import train
 
@@ -746,11 +743,6 @@ def test_options_of_the_trainer_that_change_results_are_stored_and_checked(run: 
     assert "trainer.limit_train_batches 1 instead of None" in error
     again = ["train", "--config", config, "--out", tmp_path / "run"]
     assert run(*again, "--trainer.enable_progress_bar=false", "--trainer.log_every_n_steps=3")[0] == 0
-
-
-def test_one_batch_is_not_read_as_the_share_of_all() -> None:
-    assert get_args(whole_numbers_first(float | int | None)) == (int, float, NoneType)
-    assert whole_numbers_first(str | None) == str | None
 
 
 @pytest.mark.parametrize("option", ["limit_val_batches", "check_val_every_n_epoch"])

@@ -426,14 +426,14 @@ class TestSharing:
             model = run.config.model
             return 0.5 - 0.2 * model.share_heads + (0.1 if run.encoding == "mixed" else 0) * model.share_layers
 
-        findings, lab = found("sharing", hits, ["mixed", "liere:8", "axial", "learned"])
+        findings, lab = found("sharing", hits, ["mixed", "liere:8", "axial", "learned", "bias"])
         rows = by(titled(findings, "Compared with"), "name", "shared")
         assert rows[("mixed", "heads")]["change"] == pytest.approx(-20)
         assert rows[("mixed", "heads and layers")]["change"] == pytest.approx(-10)
         assert rows[("liere:8", "layers")]["verdict"] == "not significant"
         assert "in 1 of 6 cases and lowers it in 4" in findings.answer
         assert "−20.0 points [" in findings.answer
-        assert any("axial and learned, which have no learned parameters" in reason for reason in lab.left_out)
+        assert any("axial, learned and bias, which have no" in reason for reason in lab.left_out)
 
 
 class TestModelSize:

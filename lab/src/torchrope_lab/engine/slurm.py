@@ -5,11 +5,6 @@ from typing import Any
 
 from torchrope_lab.mistakes import Mistake
 
-MOST_JOBS = 10**6
-"""Jobs at a time without a limit."""
-SIGNAL_SECONDS = 120
-"""Time between the signal to a job and its time limit."""
-
 
 def slurm_executor(logs: Path, options: dict[str, Any], parallel: int | None = None) -> Any:
     """Return an executor that submits Slurm jobs, which get SIGUSR1 before their time limit and are requeued."""
@@ -30,8 +25,8 @@ def slurm_executor(logs: Path, options: dict[str, Any], parallel: int | None = N
         raise Mistake(f"--parallel limits the jobs at a time, got array_parallelism={options['array_parallelism']}")
     if unknown:
         raise Mistake(f"--slurm options are {', '.join(valid)}, got {unknown[0]!r}")
-    notice = options.pop("signal_delay_s", SIGNAL_SECONDS)
+    notice = options.pop("signal_delay_s", 120)  # seconds before the time limit
     signal = {"signal": f"SIGUSR1@{notice}", "requeue": True}  # handled by SaveOnSignal, instead of submitit's signal
-    options = {"job_name": "torchrope", "array_parallelism": parallel or MOST_JOBS, **options}
+    options = {"job_name": "torchrope", "array_parallelism": parallel or 10**6, **options}
     executor.update_parameters(**options, additional_parameters=signal)
     return executor

@@ -143,7 +143,7 @@ def accept_short_forms(parser: Any) -> dict[str, Any]:
         if not hasattr(action, "_typehint"):
             continue
         if action.dest.startswith("trainer."):
-            action._typehint = whole_numbers_first(action._typehint)
+            action._typehint = _whole_numbers_first(action._typehint)
             continue
         kinds[action.dest] = action._typehint
         action._typehint = kind = without_rules(action._typehint)
@@ -154,7 +154,7 @@ def accept_short_forms(parser: Any) -> dict[str, Any]:
     return kinds
 
 
-def whole_numbers_first(kind: Any) -> Any:
+def _whole_numbers_first(kind: Any) -> Any:
     """Return a union in which 1 is read as an int: `typing` may return an equal one that another module made."""
     parts = get_args(kind)
     return reduce(operator.or_, sorted(parts, key=lambda part: part is not int)) if {int, float} <= {*parts} else kind

@@ -31,9 +31,8 @@ def _learning(lab: Lab) -> list[str]:
         lab.leave_out("Left out: sharing across layers, whose windows and heads differ in a Swin.")
     if names:
         return names
-    instead = list(STUDIES["sharing"].encodings)
-    lab.leave_out(f"Measured instead: {join_names(instead)}.")
-    return instead
+    lab.leave_out(f"Measured instead: {join_names(STUDIES['sharing'].encodings)}.")
+    return [*STUDIES["sharing"].encodings]
 
 
 def _count(lab: Lab, name: str) -> int:
@@ -42,8 +41,8 @@ def _count(lab: Lab, name: str) -> int:
 
 def _count_others(lab: Lab, name: str) -> int:
     """Count the parameters of the parts that are no rotation, which sharing over heads does not change."""
-    others = [part for part in name.split("+") if resolve_encoding(part).rotary is NoEncoding]
-    return _count(lab, "+".join(others)) if others else 0
+    others = "+".join(part for part in name.split("+") if resolve_encoding(part).rotary is NoEncoding)
+    return _count(lab, others) if others else 0
 
 
 find = OneFactor(
