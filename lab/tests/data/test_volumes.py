@@ -595,7 +595,7 @@ def test_lattice_of_the_configuration_is_that_of_one_step(tmp_path, setting):
 def test_model_by_voxels_is_given_their_spacings_and_no_other_is(tmp_path):
     data = load("volumes", nifti_folder(tmp_path))
     inputs = torch.randn(2, 1, 4, 8, 8)
-    with pytest.raises(ValueError, match=r"^spacing must be voxel spacings \(batch, 3\), got none$"):
+    with pytest.raises(ValueError, match=r"^spacing must be voxel spacings \(batch, 3\), a tensor, got None$"):
         spaced_model("mixed", data)(inputs)
     with pytest.raises(ValueError, match=r"^spacing must be voxel spacings \(batch, 3\), got \(2, 2\)$"):
         spaced_model("mixed", data)(inputs, torch.ones(2, 2))
