@@ -597,7 +597,7 @@ def test_model_by_voxels_is_given_their_spacings_and_no_other_is(tmp_path):
     inputs = torch.randn(2, 1, 4, 8, 8)
     with pytest.raises(ValueError, match=r"^spacing must be voxel spacings \(batch, 3\), a tensor, got None$"):
         spaced_model("mixed", data)(inputs)
-    with pytest.raises(ValueError, match=r"^spacing must be voxel spacings \(batch, 3\), got \(2, 2\)$"):
+    with pytest.raises(ValueError, match=r"^spacing must be voxel spacings \(batch, 3\), a tensor, got \(2, 2\)$"):
         spaced_model("mixed", data)(inputs, torch.ones(2, 2))
     with pytest.raises(
         ValueError,
