@@ -12,14 +12,9 @@ FILES = {
     "broken.yaml": "data: {name: [digits\n",
     "type.yaml": "optim: {epochs: many}\n",
     "key.yaml": "optim: {epoch: 3}\n",
-    "section.yaml": "optm: {epochs: 3}\n",
     "scalar.yaml": "optim: 3\n",
     "range.yaml": "optim: {lr: -1}\n",
     "data.yaml": "data: {name: digit}\n",
-    "name.yaml": "data: digits\n",
-    "other.yaml": "data: {name: digits, frames: 3}\n",
-    "recipe.yaml": "recipe: digit\n",
-    "augment.yaml": "data: {augment: {erasing: 2, flip: true}, name: cifar10}\n",
     "encodings.yaml": "encodings: [mixd]\n",
     "encoding.yaml": "encoding: mixd\n",
     "callback.yaml": "trainer: {callbacks: [{class_path: os.system}]}\n",
@@ -30,11 +25,9 @@ OF_TRAINING: list[tuple[str, str, str, str]] = [
     ("--zzz 3", "--zzz", "--zzz", ""),
     ("--epoch 3", "--epoch", "--epoch", "--epochs"),
     ("--lr 3", "--lr", "--lr", "--optim.lr"),
-    ("--optim.lrr=3", "--optim.lrr", "--optim.lrr", "--optim.lr"),
     ("--optim.weight-decay 0", "--optim.weight-decay", "--optim.weight-decay", "--optim.weight_decay"),
     ("--optim.epoch 3", "--optim.epoch", "--optim.epoch", "--optim.epochs"),  # no abbreviations
     ("--epochs many", "--epochs", "'many'", ""),
-    ("--epochs=1.5", "--epochs", "got 1.5", ""),
     ("--epochs -3", "--epochs", "got -3", ""),
     ("--epochs", "--epochs", "requires a value", ""),
     ("--model.depth --epochs=1", "--model.depth", "requires a value", ""),
@@ -44,11 +37,9 @@ OF_TRAINING: list[tuple[str, str, str, str]] = [
     ("--model.share_heads perhaps", "--model.share_heads", "'perhaps'", ""),
     ("--model.patch_size 0", "--model.patch_size", "[0]", ""),
     ("--data digit", "--data", "'digit'", "digits"),
-    ("--data.name=zzz", "--data.name", "'zzz'", ""),
     ("--data.frames 4", "--data.frames", "digits", ""),
     ("--data cifar10 --data.augment.erasing 2", "--data.augment.erasing", "got 2", ""),
     ("--recipe digit", "--recipe", "'digit'", "digits"),
-    ("--recipe --epochs=1", "--recipe", "requires a value", ""),
     ("--recipe liere-cifar100-vit-b --data digits", "in recipe liere-cifar100-vit-b", "digits", ""),
     ("digits", "options begin with --", "'digits'", ""),
     ("--config missing.yaml", "--config", "missing.yaml", ""),
@@ -57,18 +48,12 @@ OF_TRAINING: list[tuple[str, str, str, str]] = [
     ("--config broken.yaml", "--config", "broken.yaml", ""),
     ("--config type.yaml", "optim.epochs in type.yaml", "'many'", ""),
     ("--config key.yaml", "optim.epoch in key.yaml", "optim.epoch", "optim.epochs"),
-    ("--config section.yaml", "optm.epochs in section.yaml", "optm.epochs", "optim.epochs"),
     ("--config scalar.yaml", "optim in scalar.yaml", "got 3", ""),
     ("--config range.yaml", "optim.lr in range.yaml", "got -1", ""),
     ("--config range.yaml --optim.lr=-2", "--optim.lr", "got -2", ""),  # what comes last counts
     ("--config data.yaml", "data.name in data.yaml", "'digit'", "digits"),
-    ("--config name.yaml", "data in name.yaml", "'digits'", ""),
-    ("--config other.yaml", "data.frames in other.yaml", "digits", ""),
-    ("--config augment.yaml", "data.augment.erasing in augment.yaml", "got 2", ""),
-    ("--config recipe.yaml", "recipe in recipe.yaml", "'digit'", "digits"),
 ]
 OF_SEVERAL = [
-    ("--seeds x", "--seeds", "'x'", ""),
     ("--seed 1", "--seed", "--seed", "--seeds"),
     ("--encoding mixed", "--encoding", "--encoding", "--encodings"),
     ("--encodings mixd", "--encodings", "'mixd'", "mixed"),
@@ -83,7 +68,6 @@ OF_ONE = [
     ("--config encodings.yaml", "encodings in encodings.yaml", "encodings", "encoding"),
     ("--config callback.yaml", "trainer.callbacks in callback.yaml", "'os.system'", ""),
     ("--trainer.devicess 3", "--trainer.devicess", "--trainer.devicess", "--trainer.devices"),
-    ("--trainer.max_steps x", "--trainer.max_steps", "x", ""),
     ("--trainer.precision 16-mixed", "--trainer.precision", "use --run.precision", ""),
     ("--data images --data.root /nowhere", "root", "/nowhere", ""),
 ]
@@ -92,7 +76,6 @@ OTHERS: list[tuple[str, str, str, str]] = [
     ("study", "the name of a study", "got none", ""),
     ("study --epochs 3", "the name of a study", "--epochs 3", ""),
     ("study accurac", "studies are", "'accurac'", "accuracy"),
-    ("study accuracy,densee", "studies are", "'densee'", "dense"),
     ("study accuracy --reference mixd", "--reference", "'mixd'", "mixed"),
     ("study sharing,pooling --reference mixed", "--reference", "sharing, pooling", ""),
     ("study accuracy --checkpoint x", "--checkpoint", "accuracy", ""),
@@ -114,6 +97,15 @@ OTHERS: list[tuple[str, str, str, str]] = [
 ]
 SHARED_BY_ALL = range(0, len(OF_TRAINING), 6)  # compare, study and train parse alike: the whole table by one of them
 MISTAKES = [
+    *(
+        (
+            f"{name} --data images --data.root /nowhere --out {out}",
+            "--out must be a folder that can be written",
+            out,
+            "",
+        )
+        for name, out in (("compare", "/proc/x"), ("train", "/dev/null/x"), ("study accuracy", "/proc"))
+    ),
     *((f"compare {typed}", *told) for typed, *told in (*OF_TRAINING, *OF_SEVERAL)),
     *((f"train {typed}", *told) for typed, *told in (*(OF_TRAINING[at] for at in SHARED_BY_ALL), *OF_ONE)),
     *((f"study accuracy {typed}", *told) for typed, *told in (*(OF_TRAINING[at] for at in SHARED_BY_ALL), *OF_SEVERAL)),

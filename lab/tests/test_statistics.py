@@ -621,6 +621,13 @@ def test_no_gain_is_visible_where_none_is_tied() -> None:
     assert found.gaps["none"].low <= 0
 
 
+def test_a_tie_without_none_names_the_largest_difference() -> None:
+    right = {"mixed": (0, 170), "axial": (0, 168), "learned": (0, 20)}
+    found = conclude({name: [right_where(each)] * 3 for name, each in right.items()}, chance=0.1)
+    assert found.kind == "tied"
+    assert "; the largest difference, mixed over learned, is 75.0 points [" in found.sentence()
+
+
 def test_balanced_accuracy_is_the_mean_over_classes() -> None:
     assert balanced_accuracy([[1] * 8 + [0] * 2, [1] * 8 + [1, 0]], [0] * 8 + [1] * 2) == pytest.approx((1 + 0.25) / 2)
 

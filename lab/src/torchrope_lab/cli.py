@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from torchrope_lab import recipes
 from torchrope_lab.data.data_config import CropRatio, with_crop_ratio
-from torchrope_lab.files import EVALUATION
+from torchrope_lab.files import EVALUATION, check_writable
 from torchrope_lab.mistakes import IN_ONE_LINE, Mistake
 from torchrope_lab.schema import PositiveFloat, PositiveInt
 from torchrope_lab.settings.parser import REPLACED, Parsed, as_list, nearest, parse
@@ -167,6 +167,7 @@ def _compare(arguments: list[str]) -> int:
     from torchrope_lab.settings.compare_config import CompareConfig
 
     parsed = parse("compare", COMPARE, CompareConfig, arguments, _add_dry_run)
+    check_writable(Path(parsed.config.out))
     _find_encodings_of(parsed, "encodings")
     _warn_of_devices(parsed)
     from rich.console import Console
@@ -190,6 +191,7 @@ def _study(arguments: list[str]) -> int:
     adding = [re.sub(r"^--checkpoint(?==|$)", "--checkpoint+", word) for word in options]  # every one adds to the list
     parsed = parse("study", STUDY, StudyConfig, adding, _add_dry_run, "NAME[,NAME] [options]")
     config = parsed.config
+    check_writable(Path(config.out))
     _find_encodings_of(parsed, "encodings")
     _find_encodings_of(parsed, "reference")
     from rich.console import Console
@@ -268,6 +270,7 @@ def _parse_train(arguments: Sequence[str]) -> Parsed[Any]:
 @interrupted_by_signals()
 def _train(arguments: list[str]) -> int:
     parsed = _parse_train(arguments)
+    check_writable(Path(parsed.options.out))
     _find_encodings_of(parsed, "encoding")
     _warn_of_devices(parsed)
     from pytorch_lightning.utilities.exceptions import MisconfigurationException

@@ -115,11 +115,11 @@ def _claim(it: Conclusion) -> str:
             rest = f", and no difference is above {_points(it.margin)}"
             if it.behind:
                 rest = f"; significantly behind: {join_names(it.behind)}"
-            return f"{join_names(tied)} are {NOT_DIFFERENT}{rest}{_gain(it)}"
+            return f"{join_names(tied)} are {NOT_DIFFERENT}{rest}{_gain_or_difference(it)}"
         case "cheaper":
             others = join_names([name for name in tied if name != it.cheapest])
             less = "costs at least 5 % less per training step"
-            return f"{it.cheapest} is {NOT_DIFFERENT} from {others} and {less}{_gain(it)}"
+            return f"{it.cheapest} is {NOT_DIFFERENT} from {others} and {less}{_gain_or_difference(it)}"
         case "position-irrelevant":
             name = max(it.gains, key=lambda name: it.gains[name].estimate)
             rule = f"position does not matter: no encoding differs from none by more than {_points(it.margin)}"
@@ -145,6 +145,14 @@ def _gain(it: Conclusion) -> str:
     if BASELINE in it.tied:
         return f"; no gain of {it.best} over none is visible, {gap}"
     return f"; {it.best} gains {gap} over none"
+
+
+def _gain_or_difference(it: Conclusion) -> str:
+    """Format the lead of the best over "none", or the largest difference if "none" is absent or the best."""
+    if BASELINE in it.gaps:
+        return _gain(it)
+    name, gap = max(it.gaps.items(), key=lambda item: item[1].estimate)
+    return f"; the largest difference, {it.best} over {name}, is {_interval(gap)}"
 
 
 def caveat(seeds: int) -> str:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from csv import DictReader
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from torchrope_lab.mistakes import Mistake
@@ -46,6 +47,15 @@ def _move_to_new(unfinished: str, path: Path) -> None:
         os.replace(unfinished, path)
     else:
         os.unlink(unfinished)
+
+
+def check_writable(folder: Path) -> None:
+    """Raise Mistake if files cannot be written to a folder, or it cannot be created; leaves nothing behind."""
+    try:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        TemporaryFile(dir=existing).close()  # os.access is true for root even where the kernel refuses
+    except OSError as error:
+        raise Mistake(f"--out must be a folder that can be written to, got {folder}: {error.strerror}") from None
 
 
 def holds_files(folder: Path, ignored: Sequence[str] = ()) -> bool:

@@ -25,7 +25,7 @@ def as_mistake() -> Iterator[None]:
     except Mistake:
         raise
     except ValueError as error:
-        raise Mistake(str(error)) from error
+        raise Mistake(str(error).replace("; rotary_dim=", "; --model.rotary_dim ")) from error  # as an option
 
 
 def closest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:

@@ -155,6 +155,7 @@ class DataFacts:
     classes: Sequence[str] = ()
     chance: float | None = None  # accuracy of the best constant prediction
     skipped: Sequence[str] = ()  # files that could not be read, each with the reason
+    unread: str = ""  # files of other types, in a sentence
 
 
 @dataclass(frozen=True)

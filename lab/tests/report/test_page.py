@@ -180,7 +180,8 @@ def hostile():
     table = Table(HOSTILE, [column, Column("x.y['z']", long, "", 1)], rows, source=HOSTILE, note=HOSTILE)
     found = Findings(HOSTILE, [table], figures, [table])
     good = result()
-    data = replace(good.data, name=f"../../{HOSTILE}", title=HOSTILE, description=long, skipped=[HOSTILE])
+    named = {"name": f"../../{HOSTILE}", "title": HOSTILE, "description": long}
+    data = replace(good.data, **named, skipped=[HOSTILE], unread=HOSTILE)
     run = replace(good.run, command=HOSTILE, config={HOSTILE: HOSTILE}, versions={HOSTILE: HOSTILE})
     return StudyResult(f"../{HOSTILE}", HOSTILE, HOSTILE, [HOSTILE], found, data, run, left_out=[HOSTILE, long])
 
@@ -736,6 +737,15 @@ def test_comparison_alone_is_a_page_with_its_answer_and_what_is_missing(tmp_path
     assert "Comparison: data called digits" in shown.text
     assert "Not finished yet: mixed seed 1" in shown.text
     assert "mixed seed 1" in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+
+
+def test_page_and_markdown_say_what_was_left_out(tmp_path):
+    left_out = {"skipped": ["a.png (truncated)"], "unread": "1 .heic not read because they are not images: b.heic"}
+    compared = result("compare")
+    replace(compared, data=replace(compared.data, **left_out)).write(tmp_path / "results.json")
+    shown = Tags(write_report(tmp_path).read_text(encoding="utf-8")).text
+    for text in (shown, (tmp_path / "report" / "report.md").read_text(encoding="utf-8").replace("\\", "")):
+        assert "Left out because they could not be read: a.png (truncated). 1 .heic not read because" in text
 
 
 def test_comparison_comes_first_among_studies(tmp_path):

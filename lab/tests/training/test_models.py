@@ -139,7 +139,7 @@ def test_rotary_dim_applies_if_the_head_does_not_fit() -> None:
     config = replace(SMALL, dim=32, num_heads=2, rotary_dim=12)
     for name, rotary_dim in (("visionllama", 12), ("axial", 12), ("liere:8", 16), ("mixed", 16)):
         assert build_model(name, config, CLIPS).encodings[0].rotary_dim == rotary_dim
-    with pytest.raises(ValueError, match="divisible by 2·num_axes = 6, got 16; rotary_dim=12 would leave the rest"):
+    with pytest.raises(ValueError, match=r"divisible by 2·num_axes = 6, got 16; --model\.rotary_dim 12 would"):
         build_model("visionllama", replace(config, rotary_dim=None), CLIPS)
     with pytest.raises(ValueError, match="rotary_dim must be divisible by 2·num_axes = 6, got 10"):
         build_model("visionllama", replace(config, rotary_dim=10), CLIPS)

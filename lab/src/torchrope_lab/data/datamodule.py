@@ -64,6 +64,7 @@ class DataModule(pl.LightningDataModule, ABC):
         generated: Whether examples are generated, so that there may be any number of them.
         views: Number of views per example in `test_dataloader`, over which logits are averaged; 1 for a single view.
         contents: Hashes of the examples' contents, if the source keeps any.
+        unread: Files in the folder that are not read, in a sentence; empty if there are none.
         run_seed: Seed of the order and the augmentation of training examples; set by the caller before the run.
         returns_spacing: Whether batches of volumes contain the voxel spacing in mm `(batch, axes)` after inputs and
             labels; set by the caller.
@@ -90,6 +91,7 @@ class DataModule(pl.LightningDataModule, ABC):
     generated: bool = False
     views: int = 1
     contents: Sequence[str] = ()
+    unread: str = ""
     run_seed: int = 0
     returns_spacing: bool = False
     resume_at: tuple[int, int] = (0, 0)
@@ -196,13 +198,6 @@ class DataModule(pl.LightningDataModule, ABC):
     def num_axes(self) -> int:
         """Number of axes that positions have."""
         return len(self.axes)
-
-    @property
-    def example_shape(self) -> tuple[int, ...]:
-        """Shape of an input; without a lattice, of an input with the maximum number of tokens."""
-        if self.lattice:
-            return (self.in_channels, *self.input_size)
-        return (self.config.size, self.in_channels + self.num_axes)
 
     @property
     def num_classes(self) -> int:

@@ -58,11 +58,14 @@ def matching_parts(folder: Path, *patterns: str) -> tuple[list[Path], list[Path]
     return train, [path for path in val if path not in train]
 
 
-def warn_unread(root: Path, read: Iterable[str], kind: str) -> None:
-    """Warn in one line about the files below `root` that are not read, counted by their extensions."""
+def warn_unread(root: Path, read: Iterable[str], kind: str) -> str:
+    """Warn in one line about the files below `root` that are not read, counted by extension; return it or ""."""
     read_paths = set(read)
     others = [path for path in files_below(root, root) if path not in read_paths]
-    if others:
-        counts = Counter(Path(path).suffix.lower() or "without extension" for path in others)
-        number = ", ".join(f"{count} {extension}" for extension, count in counts.most_common())
-        logger.warning("%s not read because they are not %s: %s", number, kind, first_of(others))
+    if not others:
+        return ""
+    counts = Counter(Path(path).suffix.lower() or "without extension" for path in others)
+    number = ", ".join(f"{count} {extension}" for extension, count in counts.most_common())
+    warning = f"{number} not read because they are not {kind}: {first_of(others)}"
+    logger.warning("%s", warning)
+    return warning

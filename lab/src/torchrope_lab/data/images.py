@@ -181,7 +181,7 @@ class Images(CroppedImages):
         """List the readable images of each part; the others are listed in `skipped`, transparent ones are counted."""
         listed = {part: list_samples(self.root, folder, self.classes) for part, folder in self.folders.items()}
         paths = [path for samples in listed.values() for path, _ in samples]
-        warn_unread(self.root, paths, f"images of a class ({' '.join(IMG_EXTENSIONS)})")
+        self.unread = warn_unread(self.root, paths, f"images of a class ({' '.join(IMG_EXTENSIONS)})")
         found, self.skipped = read_files(
             self.root,
             paths,
@@ -286,7 +286,7 @@ def _upright_rgb(file: ImageFile.ImageFile) -> tuple[Image.Image, bool]:
         return _upper_bits(file)
     if file.mode.startswith(("I", "F")):
         raise Mistake(f"pixels must be 8-bit or unsigned 16-bit, got mode {file.mode}")
-    if _may_be_transparent(file):
+    if file.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in file.info:
         return compose_on_white(file)
     file.load()
     return (file if file.mode == "RGB" else file.convert("RGB")), False
@@ -301,10 +301,6 @@ def _upper_bits(file: ImageFile.ImageFile) -> tuple[Image.Image, bool]:
     transparent = values == file.info.get("transparency", -1)
     grey = np.where(transparent, np.uint8(255), 255 - upper if inverted else upper)
     return Image.fromarray(grey).convert("RGB"), bool(transparent.any())
-
-
-def _may_be_transparent(image: Image.Image) -> bool:
-    return image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info
 
 
 def compose_on_white(image: Image.Image) -> tuple[Image.Image, bool]:

@@ -145,7 +145,7 @@ class Segments(MapModule):
         """Pair images and masks, find the classes, split, and select `train_size` and `val_size` pairs."""
         parts, faults = self.pairs([(self.root / "images" / part, self.root / "masks" / part) for part in self.parts])
         listed = [path for pairs in parts for pair in pairs for path in pair] + [path for path, _ in faults]
-        warn_unread(self.root, [*listed, SEGMENTS_CLASSES], "images, masks (.png) or classes.txt")
+        self.unread = warn_unread(self.root, [*listed, SEGMENTS_CLASSES], "images, masks (.png) or classes.txt")
         largest, unreadable = largest_index(self.root, [mask for pairs in parts for _, mask in pairs])
         broken = {mask for mask, _ in unreadable}
         parts = [[pair for pair in pairs if pair[1] not in broken] for pairs in parts]

@@ -123,7 +123,7 @@ class Points(TokensModule):
     def _read(self, paths: Sequence[str]) -> dict[str, Example]:
         """Return the examples by name; files and examples that cannot be used are added to `skipped`."""
         config = self.config
-        warn_unread(self.root, paths, KIND)
+        self.unread = warn_unread(self.root, paths, KIND)
         text = [name for name in (config.label, config.example) if name is not None]
         needed = None if config.features is None else {*config.features, *(config.axes or (*TIMES, *SPACE))}
         tables: dict[str, Columns] = {}

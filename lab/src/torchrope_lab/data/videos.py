@@ -159,7 +159,7 @@ class Videos(DataModule):
             for part, folder in self.folders.items()
         }
         paths = [path for samples in listed.values() for path, _ in samples]
-        warn_unread(self.root, paths, f"videos of a class ({' '.join(VIDEO_EXTENSIONS)})")
+        self.unread = warn_unread(self.root, paths, f"videos of a class ({' '.join(VIDEO_EXTENSIONS)})")
         return split_parts(self.openable(listed), self.classes, self.config.split_seed, "videos")
 
     def describe(self, count: int) -> None:

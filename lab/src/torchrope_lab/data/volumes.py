@@ -205,7 +205,8 @@ class Volumes(DataModule):
         files = [path for folder in folders for path in files_below(folder, self.root)]
         read = [path for path in files if _is_nifti(path) or Path(path).suffix.lower() in DICOM_EXTENSIONS]
         table = [self.table.relative_to(self.root).as_posix()] if self.table.is_relative_to(self.root) else []
-        warn_unread(self.root, read + table, f"volumes{' of a class' if self.folders else ''} ({EXTENSIONS})")
+        kind = f"volumes{' of a class' if self.folders else ''} ({EXTENSIONS})"
+        self.unread = warn_unread(self.root, read + table, kind)
         volumes, faults = find_volumes(self.root, files, by_folder=bool(self.folders))
         rows = self.rows or [
             (name, label, part, "")

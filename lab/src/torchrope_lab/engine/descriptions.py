@@ -168,6 +168,7 @@ def describe_data(data: DataModule) -> DataFacts:
         classes=[str(name) for name in data.classes],
         chance=constant_accuracy(data.val_labels) if "classify" in data.tasks else None,
         skipped=describe_skipped(dict(data.skipped)),
+        unread=data.unread,
     )
 
 

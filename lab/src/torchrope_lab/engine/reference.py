@@ -59,17 +59,13 @@ def all_but(reference: str, names: Iterable[str]) -> dict[str, str]:
 def mixed_counterparts(names: Iterable[str], reference: str | None = None) -> dict[str, str]:
     """Map encodings that learn more than frequencies to the same with RoPE-Mixed, if it is among the names."""
     # `reference` needs no counterpart: others are compared with it anyway.
-    by_parts = {frozenset(_parts(name)): name for name in names}
+    by_parts = {frozenset(part.strip() for part in name.split("+")): name for name in names}
     counterparts = {}
     for parts, name in by_parts.items():
         other = by_parts.get(frozenset(MIXED if _learns_beyond_frequencies(part) else part for part in parts))
         if other not in (None, name, reference):
             counterparts[name] = other
     return counterparts
-
-
-def _parts(name: str) -> list[str]:
-    return [part.strip() for part in name.split("+")]
 
 
 def _learns_beyond_frequencies(part: str) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from itertools import count as count_from
 
+from torchrope_lab.conclusion import join_names
 from torchrope_lab.report.looks import Look
 from torchrope_lab.report.pictures import sheet
 from torchrope_lab.report.plots import Plot, plot, slug, svg
@@ -138,7 +139,9 @@ def data_sentence(data: DataFacts) -> str:
         f"chance {percent(data.chance)} %" if data.chance is not None else "",
     ]
     listed = ", ".join(filter(None, facts))
-    return " ".join(filter(None, [data.description, f"{listed[0].upper()}{listed[1:]}." if listed else ""]))
+    size_of_data = f"{listed[0].upper()}{listed[1:]}." if listed else ""
+    skipped = f"Left out because they could not be read: {join_names(data.skipped)}." if data.skipped else ""
+    return " ".join(filter(None, [data.description, size_of_data, skipped, f"{data.unread}." if data.unread else ""]))
 
 
 def unique(wanted: str, taken: set[str]) -> str:

@@ -4,6 +4,7 @@ import hashlib
 import json
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def render_page(chapters: Sequence[Chapter]) -> str:
         chapters=chapters,
         many=MANY,
         model=_model,
-        indented=_indented,
+        indented=partial(json.dumps, indent=2, ensure_ascii=False),
     )
 
 
@@ -97,10 +98,6 @@ def _model(config: Mapping[str, Any] | None) -> str:
     """Describe the model that was trained and its training, by the settings of a result."""
     facts = {name: flat(dict(config or {})).get(setting) for name, setting in MODEL_FACTS.items()}
     return ", ".join(f"{name} {size(fact) if isinstance(fact, list) else fact}" for name, fact in facts.items() if fact)
-
-
-def _indented(config: Mapping[str, Any]) -> str:
-    return json.dumps(config, indent=2, ensure_ascii=False)
 
 
 def _code(command: str) -> Markup:

@@ -45,7 +45,8 @@ def compare(
 ) -> Path:
     """Train, evaluate and measure every encoding that is not finished in the folder; return its `results.json`."""
     check_spacing(config.model, config.data)
-    check_scales(config)
+    if not config.data.lattice and config.scales != SCALES:
+        raise Mistake(f"--scales is for data on a lattice, got {config.scales} with --data {config.data.name}")
     folder = Path(config.out)
     asked, is_new = config, not (folder / CONFIG).exists()
     config = _extended(folder, config)
@@ -86,12 +87,6 @@ def compare(
         return folder / RESULTS
     costs = costs_of(lab, config.encodings, folder / COSTS)
     return _write(folder, lab, config, runs, measured, costs, command)
-
-
-def check_scales(config: CompareConfig) -> None:
-    """Raise ValueError if --scales is given for data without a lattice."""
-    if not config.data.lattice and config.scales != SCALES:
-        raise Mistake(f"--scales is for data on a lattice, got {config.scales} with --data {config.data.name}")
 
 
 def _extended(folder: Path, config: CompareConfig) -> CompareConfig:

@@ -135,17 +135,13 @@ def _plan(lab: Lab, names: Sequence[str], patch: int) -> dict[Arm, list[Run]]:
             lab.leave_out(reason)
             continue
         chosen = [name for name in names if lab.config.encodings or name in usual]
-        chosen = [name for name in chosen if what != JITTER or _is_rotary(name)]
+        chosen = [name for name in chosen if what != JITTER or resolve_encoding(name).rotary is not NoEncoding]
         for name in chosen:
             first = plan[name, ""]
             plan[name, what] = [
                 lab.run(name, run.seed, **settings, after=run if what == STAGE else None) for run in first
             ]
     return plan
-
-
-def _is_rotary(name: str) -> bool:
-    return resolve_encoding(name).rotary is not NoEncoding
 
 
 # ---- results
