@@ -48,7 +48,7 @@ def loaded_module(name: str) -> ModuleType:
     """Return the module of "mypackage.module:Object"."""
     module = name.partition(":")[0]
     if _key(module) not in sys.modules:
-        raise Mistake(f"{name!r} is imported only if the command line names it: add --allow {module}")
+        raise Mistake(f"{name!r} is imported only if the command line names it: add --allow {module} (several: A,B)")
     return sys.modules[_key(module)]
 
 

@@ -244,7 +244,7 @@ def test_source_is_named_by_the_path_of_its_file(package: Path, tmp_path: Path) 
 
 
 def test_file_of_a_source_must_be_typed_or_allowed(package: Path) -> None:
-    with pytest.raises(ValueError, match=r"add --allow own_data/waves\.py$"):
+    with pytest.raises(ValueError, match=r"add --allow own_data/waves\.py \(several: A,B\)$"):
         data_config("own_data/waves.py:waves")
     load_module("own_data/waves.py:waves", ["own_data"])
     assert not (package / "imported").exists()
