@@ -97,15 +97,9 @@ OTHERS: list[tuple[str, str, str, str]] = [
 ]
 SHARED_BY_ALL = range(0, len(OF_TRAINING), 6)  # compare, study and train parse alike: the whole table by one of them
 MISTAKES = [
-    *(
-        (
-            f"{name} --data images --data.root /nowhere --out {out}",
-            "--out must be a folder that can be written",
-            out,
-            "",
-        )
-        for name, out in (("compare", "/proc/x"), ("train", "/dev/null/x"), ("study accuracy", "/proc"))
-    ),
+    ("compare --data images --data.root /nowhere --out /proc/x", "--out must be a folder", "/proc/x", ""),
+    ("train --data images --data.root /nowhere --out /dev/null/x", "--out must be a folder", "/dev/null/x", ""),
+    ("study accuracy --data images --data.root /nowhere --out /proc", "--out must be a folder", "/proc", ""),
     *((f"compare {typed}", *told) for typed, *told in (*OF_TRAINING, *OF_SEVERAL)),
     *((f"train {typed}", *told) for typed, *told in (*(OF_TRAINING[at] for at in SHARED_BY_ALL), *OF_ONE)),
     *((f"study accuracy {typed}", *told) for typed, *told in (*(OF_TRAINING[at] for at in SHARED_BY_ALL), *OF_SEVERAL)),

@@ -13,9 +13,9 @@ LINES = {
     "src/torchrope": 21851,
     "src/torchrope/ops": 6580,
     "src/torchrope/integrations src/torchrope/checkpoints": 6080,
-    "lab/src": 23740,
+    "lab/src": 23739,
     "tests": 23790,
-    "lab/tests": 21260,
+    "lab/tests": 21256,
     "benchmarks": 4452,
     "examples": 1000,
 }

@@ -331,9 +331,7 @@ def _parser(command: str, description: str, usage: str, config: type) -> Any:
     from jsonargparse import ArgumentParser, DefaultHelpFormatter, get_loader, set_loader
     from yaml import YAMLError
 
-    class Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
-        """Prints types and defaults with every option, and paragraphs unchanged."""
-
+    class Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):  # types, defaults; paragraphs as are
         def __init__(self, prog: str) -> None:
             super().__init__(prog, width=WIDTH)
 
