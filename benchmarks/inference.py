@@ -1,9 +1,9 @@
 """Time swapped models relative to the same model without an encoding:  python benchmarks/inference.py
 
-A ViT-Ti of timm at batch 1 (swapped, and frozen with its encodings), a Llama of 30 layers that generates a token with a
-cache, and a training step of a ViT-S. The models of a row take turns in one process; ratios are those of each round.
-"copied" is the model with q and k of each layer copied: no rotation that writes both can cost less.
-Writes benchmarks/results/inference.json. Run it on an idle machine.
+A ViT-Ti of timm at batch 1 (swapped, and frozen with its encodings), torchrope's ViT of that size, a Llama of 30 layers
+that generates a token with a cache, and a training step of a ViT-S. The models of a row take turns in one process;
+ratios are those of each round. "copied" is the model with q and k of each layer copied: no rotation that writes both
+can cost less. Writes benchmarks/results/inference.json. Run it on an idle machine.
 """
 
 import argparse
@@ -42,20 +42,26 @@ def copied(model: Any) -> Any:
     return model
 
 
-def images(depth: int) -> dict[str, Callable[[], object]]:
+def images() -> dict[str, Callable[[], object]]:
     """A forward of one image in a ViT-Ti."""
-    plain = timm.create_model("vit_tiny_patch16_224", num_classes=10, depth=depth).eval()
+    plain = timm.create_model("vit_tiny_patch16_224", num_classes=10).eval()
     models = {"plain": plain, "copied": copied(plain), "mixed": swapped(plain, "mixed")}
     for name in ("mixed", "comrope-ap:8", "liere:8"):
         models[f"{name}, frozen"] = swapped(plain, name, frozen=True)
+    return {name: partial(model, torch.randn(1, *IMAGE)) for name, model in models.items()}
+
+
+def built() -> dict[str, Callable[[], object]]:
+    """A forward of one image in torchrope's ViT of the same size, with each encoding."""
     x = torch.randn(1, *IMAGE)
-    return {name: partial(model, x) for name, model in models.items()}
+    vit = partial(tr.ViT, IMAGE[1:], patch_size=16, num_outputs=10, dim=192, depth=12, num_heads=3)
+    return {name: partial(vit(encoding=name).eval(), x) for name in ("none", "axial", "mixed", "liere:8")}
 
 
-def tokens(depth: int) -> dict[str, Callable[[], object]]:
+def tokens() -> dict[str, Callable[[], object]]:
     """One further token of a Llama after a prompt of 64, from a cache that is cropped again."""
     sizes: Any = dict(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3)
-    config = transformers.LlamaConfig(vocab_size=1000, num_hidden_layers=depth, **sizes)
+    config = transformers.LlamaConfig(vocab_size=1000, num_hidden_layers=30, **sizes)
     plain = transformers.LlamaForCausalLM(config).eval()
     models = {"plain": plain, "mixed": tr.swap(copy.deepcopy(plain), "mixed")}
     prompt, token = torch.randint(1000, (1, 64)), torch.tensor([[7]])
@@ -68,12 +74,11 @@ def tokens(depth: int) -> dict[str, Callable[[], object]]:
     return {name: partial(generate, model, caches[name]) for name, model in models.items()}
 
 
-def steps(depth: int) -> dict[str, Callable[[], object]]:
+def steps() -> dict[str, Callable[[], object]]:
     """A forward and backward pass of 8 images in a ViT-S."""
-    plain = timm.create_model("vit_small_patch16_224", num_classes=10, depth=depth).train()
+    plain = timm.create_model("vit_small_patch16_224", num_classes=10).train()
     models = {"plain": plain, "copied": copied(plain), **{name: swapped(plain, name) for name in ("axial", "mixed")}}
-    x = torch.randn(8, *IMAGE)
-    return {name: partial(step, model, x) for name, model in models.items()}
+    return {name: partial(step, model, torch.randn(8, *IMAGE)) for name, model in models.items()}
 
 
 def step(model: Any, x: torch.Tensor) -> None:
@@ -87,26 +92,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=60, help="of forwards; training steps take a third")
-    parser.add_argument("--depth", type=int, help="layers of all models, by default their own: 12, 30 and 12")
     parser.add_argument("--out", type=Path, default=TARGET)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     rows = []
-    for title, build, depth, share in (
-        ("ViT-Ti, one image", images, 12, 1),
-        ("Llama, one token", tokens, 30, 1),
-        ("ViT-S, training step", steps, 12, 3),
-    ):
+    titles = ("ViT-Ti, one image", "torchrope's ViT-Ti", "Llama, one token", "ViT-S, training step")
+    for build, title in zip((images, built, tokens, steps), titles, strict=True):
         with torch.set_grad_enabled(build is steps):
-            times = interleaved_seconds(build(given.depth or depth), rounds=given.rounds // share, device="cpu")
+            times = interleaved_seconds(build(), rounds=given.rounds // (3 if build is steps else 1), device="cpu")
         for name, own in times.items():
-            cost, ms = ratio(own, times["plain"]), 1e3 * median(own)
+            cost, ms = ratio(own, next(iter(times.values()))), 1e3 * median(own)
             rows.append({"model": title, "encoding": name, "ms": ms, "ratio": [cost.low, cost.median, cost.high]})
             shown = f"{ms:>8.2f} ms  {cost.median:.3f} ({cost.low:.3f} to {cost.high:.3f})"
             print(f"{title:<22}{name:<22}{shown}", flush=True)
-    write_whole(
-        given.out, json.dumps({"threads": given.threads, "rounds": given.rounds, "rows": rows}, indent=1) + "\n"
-    )
+    measured = {"threads": given.threads, "rounds": given.rounds, "rows": rows}
+    write_whole(given.out, json.dumps(measured, indent=1) + "\n")
 
 
 if __name__ == "__main__":
