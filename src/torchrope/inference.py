@@ -207,7 +207,7 @@ class Frozen(Float32Module):
     def rotation(self) -> Rotation:
         """Return the precomputed rotation, without a check of positions."""
         known, compiling = self._known, torch.compiler.is_compiling()
-        if compiling or known is None or any(self._buffers[name] is not tensor for name, tensor in known[0]):
+        if compiling or known is None or any([self._buffers[name] is not x for name, x in known[0]]):  # noqa: C419
             tensors = {name: getattr(self, name) for name in self._fields}
             transposed = {"table": self.table.mT} if self.kind is Block else {}
             known = list(tensors.items()), self.kind(**{**tensors, **transposed}, **self.settings)

@@ -96,6 +96,6 @@ def apply(
 
 
 def _require_rotation(rotation: Rotation) -> None:
-    if not isinstance(rotation, Rotation):
+    if not hasattr(rotation, "rotate_vectors"):  # isinstance is slower, as Rotation is abstract
         rule = "rotation must be encoding(positions), what an encoding returns when it is called with positions"
         raise ValueError(f"{rule}, got {type(rotation).__name__}")

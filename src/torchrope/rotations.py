@@ -121,7 +121,7 @@ class Rotation(Value, ABC):
             device = tensors[0].device
             consistent = all([x.is_floating_point() and x.device == device for x in tensors])  # noqa: C419
             if consistent and self._fits() and (self.num_heads is None or self.shape[-2] in (1, self.num_heads)):
-                object.__setattr__(self, "_checked", tuple((x, x.shape) for x in tensors))
+                object.__setattr__(self, "_checked", tuple([(x, x.shape) for x in tensors]))
                 return
         except (AttributeError, IndexError, TypeError, ValueError):  # no tensor, or one of other dimensions
             pass
@@ -211,7 +211,7 @@ class Rotation(Value, ABC):
         return self._with(**{name: function(tensor) for name, tensor in tensors.items()})
 
     def _tensors(self) -> list[Tensor]:
-        return [value for value in self._values().values() if isinstance(value, Tensor)]
+        return [value for name in self._fields if isinstance(value := getattr(self, name), Tensor)]
 
     def matrix(self) -> Tensor:
         """Return the dense matrices of the rotation, `(*batch, heads, tokens, head_dim, head_dim)`."""
@@ -465,9 +465,11 @@ class Commuting(ByPositions):
         if not isinstance(other, Commuting):
             return False
         # Only the kernel omits U, so it must take both sides or neither.
-        takes_q = dispatch.takes_basis(x.only_q(), self.positions, self.factors, self.base)
-        takes_k = dispatch.takes_basis(x.only_k(), other.positions, other.factors, other.base)
-        return takes_q == takes_k and all(_equal(getattr(self, name), getattr(other, name)) for name in names)
+        of_q = dispatch.basis_kernel(x.only_q(), self.positions, self.factors, self.base)
+        of_k = dispatch.basis_kernel(x.only_k(), other.positions, other.factors, other.base)
+        return (of_q is None) == (of_k is None) and all(
+            _equal(getattr(self, name), getattr(other, name)) for name in names
+        )
 
     @property
     def rotary_dim(self) -> int:

@@ -323,8 +323,10 @@ class Encoding(Float32Module, ABC):
         if positions.is_complex() or positions.dtype == torch.bool:
             raise ValueError(f"positions must be real numbers, got {positions.dtype}")
         require_finite("positions", positions)
+        if positions.dtype == torch.float32:
+            return positions
         require_unrounded(positions)
-        return positions if positions.dtype == torch.float32 else wide_positions(positions)
+        return wide_positions(positions)
 
     def _as_exact(self, frequencies: Tensor, positions: Tensor) -> Tensor:
         """Return frequencies or generators; warn once of less precision than float32, raise on another device."""
@@ -454,4 +456,4 @@ def check_scale(init_scale: float) -> float:
 def widened(*tensors: Tensor, copy: bool = False) -> tuple[Tensor, ...]:
     """Convert tensors to their promoted dtype, at least float32; with `copy` no result shares memory with its input."""
     wide = wide_dtype(*tensors)
-    return tuple(tensor.clone() if copy and tensor.dtype == wide else tensor.to(wide) for tensor in tensors)
+    return tuple([tensor.clone() if copy and tensor.dtype == wide else tensor.to(wide) for tensor in tensors])

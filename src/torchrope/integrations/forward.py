@@ -98,14 +98,13 @@ class ForwardState:
         if torch.is_grad_enabled():
             self._wrap_checkpointing()
 
-    def rotation(self, layer: int) -> Rotation:
-        """Return the rotation of a layer at the positions of this forward.
+    def rotation(self, running: Running, layer: int) -> Rotation:
+        """Return the rotation of a layer at the positions of the forward that runs.
 
         Raises:
             ValueError: a layer outside of a forward, or recomputed by a function that does not know its forward.
         """
-        placed, rotary = self.running.placed, self.rotary
-        backward = _backward_pass()
+        placed, backward = running.placed, _backward_pass()
         if placed is None or placed.backward not in (None, backward):
             kind = type(self.tower).__name__
             if backward != -1:
@@ -115,6 +114,7 @@ class ForwardState:
             raise ValueError(f"{rule}, got a layer of {kind} called alone")
         if placed.shared is not None:
             return placed.shared
+        rotary = self.rotary
         index = rotary.index(layer)
         rotation: Rotation = rotary.encodings[index](placed.positions[index])
         return rotation

@@ -51,15 +51,17 @@ class SwappedLayer:
         self._arguments = list(inspect.signature(type(module).forward).parameters)[1:]
         keeps_keys = any("past" in name or "cache" in name for name in self._arguments)  # in the model's basis
         self.scores_only = not (keeps_keys or (intercept.precedes_rotation and state.rotary.keep_rotation))
+        self._has_halves = state.rotary.has_halves(index)
+        self._in_own_order = state.rotary.channels[state.rotary.index(index)] is None
         self.intercepted_forward = intercept.forward(module, self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of the layer: begin with its rotation, which ends with it, also after an error."""
+        running = self.state.running
         try:
-            args, kwargs = self._begin(self, args, kwargs)
+            args, kwargs = self._begin(self, running, args, kwargs)
             return self.intercepted_forward(*args, **kwargs)
         finally:
-            running = self.state.running
             running.rotation = running.text_rotation = None
 
     def index_of(self, argument: str) -> int:
@@ -76,15 +78,6 @@ class SwappedLayer:
         rotary = self.state.rotary
         rotation: Rotation = rotary.encodings[rotary.index(self.index)](positions)
         return rotation
-
-    def set_rotation(self, rotation: Rotation, *, num_text: int = 0, exact: bool = False) -> None:
-        """Set the rotation of the forward that begins; the first `num_text` tokens are those of a second stream."""
-        # If exact, PyTorch computes cos and sin, as in a model whose large angles round differently.
-        if exact and isinstance(rotation, Planar):
-            rotation = rotation._with(_table=torch.stack(rotation.cos_sin(), dim=-2))
-        running = self.state.running
-        running.rotation = rotation[..., num_text:] if num_text else rotation
-        running.text_rotation = rotation[..., :num_text] if num_text else None
 
     def __call__(self, q: Tensor, k: Tensor, layout: str = "bhtd") -> tuple[Tensor, Tensor]:
         """Rotate q and k in a layout of `torchrope.rotate`; the model's order of channels is kept."""
@@ -105,10 +98,12 @@ class SwappedLayer:
 
     def after_norm(self, norm: Any, of_text: bool, layout: str, x: Tensor) -> Tensor:
         """Forward of a norm of q or k, then the rotation of its output, also if that is (batch, tokens, channels)."""
+        x = type(norm).forward(norm, x)
+        if isinstance(self.intercepted_forward, Rebound) and self.module.fused_attn:
+            return x  # q and k are rotated together, in the call of scaled_dot_product_attention
         running = self.state.running
         rotation = running.text_rotation if of_text else running.rotation
-        x = type(norm).forward(norm, x)
-        if rotation is None or _is_fused(self.module, self.intercepted_forward):
+        if rotation is None:
             return x
         rotation, orders = self._in_order(rotation, x.device)
         packed = x.ndim == 3
@@ -120,10 +115,9 @@ class SwappedLayer:
 
     def _in_order(self, rotation: Rotation, device: torch.device) -> tuple[Rotation, tuple[Tensor, Tensor] | None]:
         """Return the rotation for the model's order of channels, or the order that it takes and the one back."""
-        rotary = self.state.rotary
-        if isinstance(rotation, Planar) and rotary.has_halves(self.index):
+        if self._has_halves and isinstance(rotation, Planar):
             return rotation.in_halves(), None
-        return rotation, rotary.orders(self.index, device)
+        return rotation, None if self._in_own_order else self.state.rotary.orders(self.index, device)
 
     def _heads_of_rank(self, heads: int, total: int) -> slice:
         """Return which heads a layer holds that tensor parallelism splits over the ranks of a mesh."""
@@ -181,11 +175,6 @@ class AfterNorms:
             for name, norm in norms.items()
             if norm is not None
         ]
-
-
-def _is_fused(layer: Any, forward: Any) -> bool:
-    """Return whether a layer calls scaled_dot_product_attention, where q and k are rotated together."""
-    return isinstance(forward, Rebound) and layer.fused_attn
 
 
 @dataclass(eq=False)

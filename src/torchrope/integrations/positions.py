@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from torchrope.integrations.forward import ForwardState
+from torchrope.integrations.forward import ForwardState, Running
 from torchrope.integrations.rotary import Replaced
 from torchrope.ops.backends import is_exporting
+from torchrope.rotations import Planar
 from torchrope.tensors import is_narrow, wide_dtype
 
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ class FromPatches:
             handles.append(Replaced(dropout, "forward", partial(_dropped, dropout, state, self._num_prefix(tower))))
         return handles
 
-    def begin(self, layer: "SwappedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        layer.set_rotation(layer.state.rotation(layer.index))
+    def begin(self, layer: "SwappedLayer", running: Running, args: Any, kwargs: Any) -> Arguments:
+        running.rotation = layer.state.rotation(running, layer.index)
         return args, kwargs
 
     def _enter(self, state: ForwardState, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
@@ -91,10 +92,10 @@ class FromLayer:
     def attach(self, state: ForwardState, layers: Sequence[Any]) -> list[Any]:
         return []
 
-    def begin(self, layer: "SwappedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def begin(self, layer: "SwappedLayer", running: Running, args: Any, kwargs: Any) -> Arguments:
         rotary = layer.state.rotary
         positions = rotary.positions_of(rotary.index(layer.index), *self.locate(layer.module, args, kwargs))
-        layer.set_rotation(layer.rotation_at(positions))
+        running.rotation = layer.rotation_at(positions)
         return args, kwargs
 
 
@@ -129,7 +130,7 @@ class FromArgument:
         handles = [*self.replace_tables(state.tower)]
         return [*handles, state.tower.register_forward_hook(state.leave, always_call=True)] if self.alike else handles
 
-    def begin(self, layer: "SwappedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def begin(self, layer: "SwappedLayer", running: Running, args: Any, kwargs: Any) -> Arguments:
         index = layer.index_of(self.name)
         received = argument(self.name, index, args, kwargs)
         if received is None:
@@ -138,14 +139,17 @@ class FromArgument:
             self.check(layer.module)
         text = argument(self.text, layer.index_of(self.text), args, kwargs) if self.text else None
         num_text = text.shape[1] if isinstance(text, Tensor) else 0
-        positions, passed = self._positions(layer, received, num_text)
-        has_streams = self.streams is not None and self.streams(layer.module)
-        layer.set_rotation(layer.rotation_at(positions), num_text=num_text if has_streams else 0, exact=self.exact)
+        positions, passed = self._positions(layer, running, received, num_text)
+        rotation = layer.rotation_at(positions)
+        if self.exact and isinstance(rotation, Planar):
+            rotation = rotation._with(_table=torch.stack(rotation.cos_sin(), dim=-2))
+        has_streams = num_text and self.streams is not None and self.streams(layer.module)
+        running.rotation = rotation[..., num_text:] if has_streams else rotation
+        running.text_rotation = rotation[..., :num_text] if has_streams else None
         return with_argument(self.name, index, args, kwargs, passed)
 
-    def _positions(self, layer: "SwappedLayer", received: Any, num_text: int) -> tuple[Tensor, Any]:
+    def _positions(self, layer: "SwappedLayer", running: Running, received: Any, num_text: int) -> tuple[Tensor, Any]:
         """Read positions, once per forward if all layers read the same."""
-        running = layer.state.running
         known = running.received
         if known is not None and known[0] is received and known[1] == layer.lattice:
             return known[2], known[3]

@@ -20,6 +20,7 @@ class Rebound:
         self.stand_ins = stand_ins
         self._original = undecorated(owner, method)
         self._function = with_globals(self._original, stand_ins)
+        self._names = names_in(owner, method)
         self._follow()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -34,7 +35,7 @@ class Rebound:
     def _follow(self) -> None:
         """Take over what names refer to in the method's module now."""
         names, module = self._function.__globals__, self._original.__globals__
-        for name in self._function.__code__.co_names:
+        for name in self._names:
             now = module.get(name)
             if name in self.stand_ins:
                 self.stand_ins[name].replaced = now

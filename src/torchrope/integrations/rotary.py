@@ -33,6 +33,7 @@ class Rotary(nn.Module):
     ) -> None:
         super().__init__()
         self.encodings = nn.ModuleList(encodings)
+        self._per_layer = len(encodings) > 1
         self.keep_position_tables = keep_position_tables
         self.keep_rotation = keep_rotation
         self.lattices = list(lattices)
@@ -55,7 +56,7 @@ class Rotary(nn.Module):
 
     def index(self, layer: int) -> int:
         """Return the index of the encoding of a layer."""
-        return layer if len(self.encodings) > 1 else 0
+        return layer if self._per_layer else 0
 
     def _tensors(self) -> Iterator[Tensor]:
         return chain(self.encodings.parameters(), self.encodings.buffers())

@@ -12,7 +12,8 @@ from operator import index
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from torchrope.ops import native, record
 from torchrope.tensors import in_forward_mode, private
@@ -22,6 +23,11 @@ BACKENDS = ("auto", "reference", "native", "triton")
 _HAS_TRITON = find_spec("triton") is not None
 _NOT_BUILT = "needs kernels that were not built when torchrope was installed"
 _KERNEL_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
+_PLAIN = (Tensor, nn.Parameter)
+_interpreters = private("_C._functorch.get_interpreter_stack")
+_OBSERVERS = [private(f"_C.{name}") for name in ("_len_torch_dispatch_stack", "_len_torch_function_stack")]
+_OBSERVERS += [_interpreters, private("_C._get_tracing_state")]
+_has_storage = private("_C._has_storage") or (lambda x: False)  # gradients of is_grads_batched have none
 
 
 class _Choice(threading.local):
@@ -91,14 +97,26 @@ def _interprets() -> bool:
     return _HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def takes_kernels(kernel: str, *tensors: Tensor, halves: bool = False) -> bool:
+def is_plain(*tensors: Tensor) -> bool:
+    """Return whether tensors hold their values, and no mode, transform, tracer or subclass has to see operators."""
+    if torch.compiler.is_compiling() or None in _OBSERVERS or getattr(forward_ad, "_current_level", -1) >= 0:
+        return False
+    if any([observer() for observer in _OBSERVERS]):  # noqa: C419
+        return False
+    return all([type(x) in _PLAIN and _has_storage(x) and not x.is_neg() and not x._is_zerotensor() for x in tensors])  # noqa: C419
+
+
+def takes_kernels(kernel: str, *tensors: Tensor, halves: bool = False, plain: bool | None = None) -> bool:
     """Return whether a kernel computes the result, or the reference; ValueError if the chosen backend cannot.
 
-    The inputs are those of `record.specialisation`.
+    The inputs are those of `record.specialisation`, and whether they are plain, if that is known.
     """
     name = _CHOICE.name
     if name == "reference":
         return False
+    in_memory = all([tensor.is_cpu and tensor.dtype in _KERNEL_DTYPES for tensor in tensors])  # noqa: C419
+    if in_memory and name != "triton" and native.LIBRARY is not None and (plain or is_plain(*tensors)):
+        return True  # what follows, in less time
     if in_forward_mode():
         reason: str | None = "has no derivatives in forward mode"
     else:
@@ -126,8 +144,6 @@ def refuse(reason: str) -> None:
 
 def _reason(kernel: str, name: str, tensors: tuple[Tensor, ...], halves: bool) -> str | None:
     """Return why the kernel does not support the inputs, or None if it does."""
-    if name != "triton" and all(tensor.is_cpu and tensor.dtype in _KERNEL_DTYPES for tensor in tensors):
-        return None if native.LIBRARY is not None else _NOT_BUILT  # what follows, in less time
     kind = tensors[0].device.type
     on_gpu = runs_on_gpu(tensors[0])
     if name == ("native" if on_gpu else "triton") or (name != "auto" and kind not in ("cpu", "cuda")):
@@ -204,9 +220,6 @@ def _is_exporting_to_onnx() -> bool:
 
 # torch.compile must evaluate it while tracing; the public torch.compiler.assume_constant_result imports slowly.
 _is_exporting_to_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-_interpreters = private("_C._functorch.get_interpreter_stack")
 
 
 def _is_transformed() -> bool:

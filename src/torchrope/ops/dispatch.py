@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torchrope.ops import reference
-from torchrope.ops.backends import refuse, takes_kernels
+from torchrope.ops.backends import is_plain, refuse, takes_kernels
 from torchrope.ops.library import run
 from torchrope.ops.skew_exp import exponential
 from torchrope.tensors import wide_dtype, without_autocast
@@ -76,8 +77,9 @@ def rotate_planar(
         return rotate_by_angles(x, (angles - turns * (2 * math.pi)).float(), interleaved)
     learned = table is not None and table.requires_grad
     reason = "needs a table without requires_grad, got one that requires a gradient" if learned else None
-    if _takes("rotate_planar", x, positions.ndim - 2, positions, frequencies, reason=reason, halves=not interleaved):
-        return _like(x, run("rotate_planar", _flat(x.q), _flat(x.k), positions, frequencies, table, interleaved))
+    of_angles = positions.ndim - 2, positions, frequencies  # the table is computed from them
+    if (kernel := _kernel("rotate_planar", x, *of_angles, reason=reason, halves=not interleaved)) is not None:
+        return _like(x, kernel(_flat(x.q), _flat(x.k), positions, frequencies, table, interleaved))
     with without_autocast(x.q):
         dtype = x.widened(positions).q.dtype
         known = None if table is None else table.to(dtype)
@@ -96,13 +98,14 @@ def rotate_by_angles(x: QueriesKeys, angles: Tensor, interleaved: bool) -> tuple
     if not angles.shape[-1]:
         return x[:2]
     with without_autocast(x.q):
-        if not _takes("rotate_planar", x, angles.ndim - 3, angles, halves=not interleaved):
+        kernel = _kernel("rotate_planar", x, angles.ndim - 3, angles, halves=not interleaved)
+        if kernel is None:
             wide = angles.to(wide_dtype(x.q, x.k, angles))
             return _by_reference(x, wide.cos(), wide.sin(), interleaved)
         *batch, heads, tokens, pairs = angles.shape
         table = torch.stack([angles.detach().cos(), angles.detach().sin()], dim=-2)
         no_axes = angles.new_zeros(*batch, tokens, 0), angles.new_zeros(0, heads, pairs)
-        q, k = _like(x, run("rotate_planar", _flat(x.q), _flat(x.k), *no_axes, table, interleaved))
+        q, k = _like(x, kernel(_flat(x.q), _flat(x.k), *no_axes, table, interleaved))
         return _Angles.apply(q, k, x.q.detach(), x.k.detach(), angles, interleaved) if angles.requires_grad else (q, k)
 
 
@@ -149,9 +152,9 @@ def rotate_basis(
     """
     if not factors.shape[-1]:
         return x[:2]
-    if takes_basis(x, positions, factors, base):
+    if (kernel := basis_kernel(x, positions, factors, base)) is not None:
         of_basis = positions, factors, base, basis, angular
-        return _like(x, run("rotate_basis", _flat(x.q), _flat(x.k), *of_basis, not x.scores_only))
+        return _like(x, kernel(_flat(x.q), _flat(x.k), *of_basis, not x.scores_only))
     with without_autocast(x.q):
         wide = x.widened(positions)
         along = reference.combine(
@@ -161,9 +164,9 @@ def rotate_basis(
         return _rotate_blocks(x, wide, blocks)
 
 
-def takes_basis(x: QueriesKeys, positions: Tensor, factors: Tensor, base: Tensor) -> bool:
-    """Return whether a kernel computes `rotate_basis` of x, and omits the outer U if it may."""
-    return _takes("rotate_basis", x, positions.ndim - 2, positions, factors, base)
+def basis_kernel(x: QueriesKeys, positions: Tensor, factors: Tensor, base: Tensor) -> Callable[..., Any] | None:
+    """Return the kernel that computes `rotate_basis` of x, and omits the outer U if it may; None for the reference."""
+    return _kernel("rotate_basis", x, positions.ndim - 2, positions, factors, base)
 
 
 def rotate_block(x: QueriesKeys, table: Tensor, tangent: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -175,10 +178,10 @@ def rotate_block(x: QueriesKeys, table: Tensor, tangent: Tensor | None) -> tuple
         return x[:2]
     learned = table.requires_grad and tangent is None
     reason = "needs a table without requires_grad, or of an encoding, got one that requires a gradient"
-    if _takes("rotate_block", x, table.ndim - 5, table, reason=reason if learned else None):
+    if (kernel := _kernel("rotate_block", x, table.ndim - 5, table, reason=reason if learned else None)) is not None:
         matrices = table.detach().to(torch.float32)
         zeros = matrices.new_empty(0) if tangent is None else tangent
-        return _like(x, run("rotate_block", _flat(x.q), _flat(x.k), matrices, zeros))
+        return _like(x, kernel(_flat(x.q), _flat(x.k), matrices, zeros))
     with without_autocast(x.q):
         wide = x.widened(table)
         return _rotate_blocks(x, wide, table.to(wide.q.dtype))
@@ -210,12 +213,13 @@ def in_basis(x: QueriesKeys, basis: Tensor, rotate: Callable[..., tuple[Tensor, 
         return wide.q + q, wide.k + k
 
 
-def _takes(
-    kernel: str, x: QueriesKeys, batch_dims: int, *tensors: Tensor, reason: str | None = None, halves: bool = False
-) -> bool:
-    """Return whether a kernel rotates; an explicitly chosen backend raises if it cannot."""
-    if not takes_kernels(kernel, x.q, x.k, *tensors, halves=halves):
-        return False
+def _kernel(
+    name: str, x: QueriesKeys, batch_dims: int, *tensors: Tensor, reason: str | None = None, halves: bool = False
+) -> Callable[..., Any] | None:
+    """Return the kernel that rotates, None for the reference; an explicitly chosen backend raises if it cannot."""
+    plain = is_plain(x.q, x.k, *tensors)
+    if not takes_kernels(name, x.q, x.k, *tensors, halves=halves, plain=plain):
+        return None
     leading = max(x.q.ndim, x.k.ndim) - 3
     if batch_dims > 1 or (batch_dims and leading > 1 and tensors[0].shape[0] != 1):
         batch = tuple(tensors[0].shape[:batch_dims])
@@ -224,7 +228,8 @@ def _takes(
         reason = f"needs q and k of one dtype, got {x.q.dtype} and {x.k.dtype}"
     if reason is not None:
         refuse(reason)
-    return reason is None
+        return None
+    return partial(run, name, plain=plain)
 
 
 def _flat(x: Tensor) -> Tensor:

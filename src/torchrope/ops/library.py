@@ -11,12 +11,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchrope.ops import native
-from torchrope.ops.backends import backend, current, runs_on_gpu
+from torchrope.ops.backends import backend, current, is_plain, runs_on_gpu
 from torchrope.ops.shapes import require_fit
-from torchrope.tensors import empty_rows, exact_matmul, private
+from torchrope.tensors import empty_rows, exact_matmul
 
 OPS = torch.ops.torchrope
 """Namespace of the registered operators."""
@@ -50,33 +50,15 @@ SCHEMAS = {
 
 _COMPUTE: dict[str, Callable[..., Any]] = {}  # of plain tensors
 _FUNCTIONS: dict[str, type[torch.autograd.Function]] = {}  # the same with gradients
-_PLAIN, _SETTINGS = (Tensor, nn.Parameter), (bool, list)
-_OBSERVERS = [private(f"_C.{name}") for name in ("_len_torch_dispatch_stack", "_len_torch_function_stack")]
-_OBSERVERS += [private("_C._functorch.get_interpreter_stack"), private("_C._get_tracing_state")]
-_has_storage = private("_C._has_storage") or (lambda x: False)  # gradients of is_grads_batched have none
 
 
-def run(name: str, *args: Any) -> Any:
+def run(name: str, *args: Any, plain: bool | None = None) -> Any:
     """Call an operator with checked arguments; of plain tensors without the dispatcher, slower than a small kernel."""
-    if _is_observed(args):
+    if not (is_plain(*[x for x in args if isinstance(x, Tensor)]) if plain is None else plain):
         return getattr(OPS, name)(*args)
     if not torch.is_grad_enabled() or not any([isinstance(x, Tensor) and x.requires_grad for x in args]):  # noqa: C419
         return _COMPUTE[name](*args)
     return _FUNCTIONS[name].apply(*args) if name in _FUNCTIONS else getattr(OPS, name)(*args)
-
-
-def _is_observed(args: Sequence[Any]) -> bool:
-    """Return whether a mode, transform, tracer or subclass of tensors may have to see an operator."""
-    if torch.compiler.is_compiling() or None in _OBSERVERS or any([observer() for observer in _OBSERVERS]):  # noqa: C419
-        return True
-    return any([_is_special(x) for x in args])  # noqa: C419
-
-
-def _is_special(x: Any) -> bool:
-    """Return whether an argument is a tensor of a subclass, or one whose memory does not hold its values."""
-    if type(x) in _PLAIN:
-        return not _has_storage(x) or x.is_neg() or x._is_zerotensor()
-    return x is not None and type(x) not in _SETTINGS
 
 
 def kernels(like: Tensor) -> ModuleType:
