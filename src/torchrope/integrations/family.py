@@ -46,13 +46,12 @@ class BuiltInRotation:
     """The rotation that models of a family have of their own, and whether one is `present`.
 
     Functions of a model and its layers: `read` returns the rotation of each, or raises ValueError; `remove` makes them
-    not rotate and returns handles that undo it, None if it can only be replaced. `parameters` are frozen meanwhile.
+    not rotate and returns handles that undo it, None if it can only be replaced.
     """
 
     read: Callable[[Any, Sequence[Any]], list[OwnRotation]]
     remove: Callable[[Any, Sequence[Any]], list[Any]] | None = None
     present: Callable[[Any], bool] = lambda tower: True
-    parameters: Callable[[Any], list[nn.Parameter]] = lambda tower: []
 
 
 @dataclass(frozen=True)
@@ -146,10 +145,9 @@ class Adapter:
             names = [name for name, p in self.tower.named_parameters() if any(p is table for table in tables)]
             handles.append(FrozenParameters(self.tower, tables))
             handles.append(self.tower.register_load_state_dict_pre_hook(partial(_keep_zero, names)))
-        if family.rotation is not None and self.rotates() and not rotary.keep_rotation:
-            handles.append(FrozenParameters(self.tower, family.rotation.parameters(self.tower)))
-            if family.rotation.remove is not None:
-                handles.extend(family.rotation.remove(self.tower, self.layers))
+        remove = family.rotation and family.rotation.remove
+        if remove is not None and self.rotates() and not rotary.keep_rotation:
+            handles.extend(remove(self.tower, self.layers))
         handles.extend(family.positions.attach(state, self.layers))
         for index, (layer, shape) in enumerate(zip(self.layers, self.shapes(), strict=True)):
             intercept: Any = family.intercept if hasattr(family.intercept, "attach") else family.intercept(layer)
