@@ -57,7 +57,7 @@ _PARTS = {"encodings": kinds.PARTS, "absolute": kinds.PART | kinds.NOTHING, "bia
 
 
 class File(NamedTuple):
-    """Contents of a file, apart from the values of its tensors, and the custom encodings that it may use."""
+    """Contents of a file, and the custom encodings that it may use."""
 
     header: dict[str, Any]
     manifest: Manifest
@@ -177,18 +177,14 @@ def _settings(model: nn.Module, manifest: Manifest) -> str:
 def _check_equal(model: nn.Module, file: File) -> None:
     """Raise ValueError unless the description of a model of torchrope builds one that equals it."""
     again = _built(file, "meta")
-    parts, rebuilt = ({name: _shown(part) for name, part in module.named_modules()} for module in (model, again))
-    for name in [*parts, *rebuilt]:
-        if parts.get(name) != rebuilt.get(name):
-            rule = "save needs a model that was not modified since it was built"
-            raise ValueError(f"{rule}, got {name or 'the model'}: {parts.get(name)} instead of {rebuilt.get(name)}")
+    came, built = (
+        {name: f"{kinds.described(part)}{getattr(part, 'position_map', '')}" for name, part in whole.named_modules()}
+        for whole in (model, again)
+    )
+    differing = kinds.differences(came, built)
+    if differing:
+        raise ValueError(f"save needs a model that was not modified since it was built, got {differing[0]}")
     check_fits(again, file.manifest)
-
-
-def _shown(part: nn.Module) -> str:
-    """Return the class of a part and the settings that its `repr` shows, without those of training alone."""
-    described = isinstance(part, nn.Dropout | Encoding | AbsoluteEncoding | ScoreBias)
-    return f"{type(part).__name__}({'' if described else part.extra_repr()}){getattr(part, 'position_map', '')}"
 
 
 def _loaded(path: Path, classes: tuple[type[Encoding], ...], into: nn.Module | None) -> nn.Module:
@@ -200,19 +196,19 @@ def _loaded(path: Path, classes: tuple[type[Encoding], ...], into: nn.Module | N
         text = (opened.metadata() or {}).get("torchrope")
         if text is None:
             raise ValueError("it has no settings of torchrope")
-        file = _read(text, kinds.manifest_of(opened), classes)
-        if into is None:
-            check_fits(_built(file, "meta"), file.manifest)
-        tensors = {name: opened.get_tensor(name).clone() for name in file.manifest}
+        mapped = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, not a dict
+    file = _read(text, mapped, classes)
     if into is not None:
-        _fill(file, _unwrapped(into), tensors)
+        _fill(file, _unwrapped(into))
         return into
+    check_fits(_built(file, "meta"), mapped)
     model = _built(file, "cpu")
     numbers = Counter({torch.float32: 0})
-    for tensor in tensors.values():
+    for tensor in mapped.values():
         numbers[tensor.dtype] += tensor.numel() if tensor.is_floating_point() else 0
     model.to(max(numbers, key=numbers.__getitem__))  # the dtype of encodings without parameters
-    model.load_state_dict(tensors, assign=True)  # in the dtypes they were saved in
+    in_memory = {name: tensor.clone() for name, tensor in mapped.items()}
+    model.load_state_dict(in_memory, assign=True)  # in the dtypes they were saved in
     return model.eval()
 
 
@@ -249,7 +245,7 @@ def _build_next(kind: type, described: deque[Any], file: File, **sizes: Any) -> 
     return build(described[-1], kind, sizes, file, device=None)
 
 
-def _fill(file: File, model: nn.Module, tensors: dict[str, Tensor]) -> None:
+def _fill(file: File, model: nn.Module) -> None:
     """Swap a model as a file describes and load the file's weights; restore the model if they do not fit."""
     with ExitStack() as undone:
         swaps.repeat(model, file, undone)
@@ -258,7 +254,7 @@ def _fill(file: File, model: nn.Module, tensors: dict[str, Tensor]) -> None:
         _freeze_again(model, file)
         check_fits(model, file.manifest)
         undone.pop_all()
-    model.load_state_dict(tensors)
+    model.load_state_dict(file.manifest)
 
 
 def _file(path: str | os.PathLike[str]) -> Path:

@@ -145,7 +145,7 @@ class Adapter:
             names = [name for name, p in self.tower.named_parameters() if any(p is table for table in tables)]
             handles.append(FrozenParameters(self.tower, tables))
             handles.append(self.tower.register_load_state_dict_pre_hook(partial(_keep_zero, names)))
-        remove = family.rotation and family.rotation.remove
+        remove = None if family.rotation is None else family.rotation.remove
         if remove is not None and self.rotates() and not rotary.keep_rotation:
             handles.extend(remove(self.tower, self.layers))
         handles.extend(family.positions.attach(state, self.layers))
