@@ -127,8 +127,8 @@ def _lattice(rope: Any) -> Lattice:
         lattice = Lattice(tuple(map(float, reference)), offset=offset, per="size")
     else:
         lattice = Lattice(offset=offset)
-    moves = (getattr(rope, f"{name}_coords", None) for name in ("shift", "jitter", "rescale"))
-    return shared.with_augmentation(lattice, *moves)
+    shift, stretch, rescale = (getattr(rope, f"{name}_coords", None) for name in ("shift", "jitter", "rescale"))
+    return replace(lattice, shift=shift or 0.0, stretch=stretch or 1.0, rescale=rescale or 1.0)
 
 
 def _without_rope(tower: Any, layers: Sequence[Any]) -> list[Any]:
