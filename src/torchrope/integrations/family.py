@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from torchrope.encodings import AbsoluteEncoding, Encoding, ScoreBias
 from torchrope.integrations.forward import ForwardState
@@ -117,11 +118,11 @@ class Adapter:
         """Return the shape of each attention layer, in order."""
         return [self.family.shape(self.tower, layer) for layer in self.layers]
 
-    def tables(self) -> list[nn.Parameter]:
-        """Return the position tables or biases."""
+    def tables(self) -> dict[str, nn.Parameter]:
+        """Return the position tables or biases by name."""
         patterns = [_pattern(name, ".*") for name in self.family.position_tables]
         named = self.tower.named_parameters()
-        return [table for name, table in named if any(pattern.fullmatch(name) for pattern in patterns)]
+        return {name: table for name, table in named if any(pattern.fullmatch(name) for pattern in patterns)}
 
     def rotates(self) -> bool:
         """Return whether the model has a built-in rotation of q and k."""
@@ -141,10 +142,8 @@ class Adapter:
         handles = state.handles
         handles.extend(family.attach(self.tower, self.model, rotary))
         if not rotary.keep_position_tables:
-            tables = self.tables()
-            names = [name for name, p in self.tower.named_parameters() if any(p is table for table in tables)]
-            handles.append(FrozenParameters(self.tower, tables))
-            handles.append(self.tower.register_load_state_dict_pre_hook(partial(_keep_zero, names)))
+            handles.append(FrozenParameters(self.tower, list(self.tables().values())))
+            handles.append(self.tower.register_load_state_dict_pre_hook(partial(_keep_zero, list(self.tables()))))
         remove = None if family.rotation is None else family.rotation.remove
         if remove is not None and self.rotates() and not rotary.keep_rotation:
             handles.extend(remove(self.tower, self.layers))
@@ -218,12 +217,8 @@ def _families_of(kind: type) -> list[ModelFamily]:
 def _check_version(kind: type) -> None:
     for library in OLDEST.keys() & {base.__module__.partition(".")[0] for base in kind.__mro__}:
         installed = getattr(sys.modules.get(library), "__version__", OLDEST[library])
-        if _release(installed) < _release(OLDEST[library]):
+        if TorchVersion(installed) < OLDEST[library]:
             raise ImportError(f"swap needs {library} {OLDEST[library]} or newer, got {installed}")
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 @cache
@@ -268,7 +263,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         if isinstance(part, Encoding | AbsoluteEncoding | ScoreBias):
             exempt.update(part.parameters())
         if isinstance(getattr(part, ATTRIBUTE, None), Rotary):
-            exempt.update(adapters(part)[0].tables())
+            exempt.update(adapters(part)[0].tables().values())
         if callable(getattr(part, "no_weight_decay", None)):
             without_decay = part.no_weight_decay()  # type: ignore[operator]
             exempt.update(parameter for name, parameter in part.named_parameters() if name in without_decay)
