@@ -324,7 +324,7 @@ MALFORMED: list[tuple[str, Callable[[Header], None], str]] = [
     ("timm", _with(["LieRE"], *SWAP, "encodings"), "must be settings by name, got 'LieRE'"),
     ("timm", _with([], *SWAP, "lattices"), "one for each encoding, got 0 for 2"),
     ("timm", _with([1, 1], *SWAP, "lattices"), "must be settings by name, got 1"),
-    ("timm", _with([1.0] * 3, *SWAP, "lattices", 0, "origin"), "one number or 2"),
+    ("timm", _with([1.0] * 3, *SWAP, "lattices", 0, "origin"), r"origin must be one number or one per axis \(2\)"),
     ("timm", _with("NoSuchClass", *SWAP, "encodings", 0, "class"), "classes=.*, got a model with NoSuchClass"),
     (
         "timm",

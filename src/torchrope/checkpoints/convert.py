@@ -65,10 +65,8 @@ def read_model(source: str | os.PathLike[str]) -> Any:
 
 def _is_saved(file: Path) -> bool:
     """Return whether `torchrope.save` wrote a file."""
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        return False
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(os.fspath(file), "pt") as opened:
             return "torchrope" in (opened.metadata() or {})
@@ -98,7 +96,7 @@ def to_torchrope(source: nn.Module) -> ViT | Swin:
     """Convert a model of timm, or a ViT, DINOv2 or CLIP's vision tower of transformers, by its parameter names."""
     if isinstance(source, ViT | Swin):
         return source
-    swap = next(iter(saving.swaps.describe(source).values()), None)
+    swap = next(iter(saving.swaps.describe_swaps(source).values()), None)
     tensors = {name: value for name, value in source.state_dict().items() if not _UNUSED.search(name)}
     state = {_WRAPPER.sub("", name): value.detach().cpu() for name, value in tensors.items()}
     if "embeddings.cls_token" in state or timm_vit.CLIP_TABLE in state:  # names of transformers

@@ -5,7 +5,7 @@ import json
 import math
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -65,16 +65,8 @@ class File(NamedTuple):
     classes: tuple[type[Encoding], ...]
 
 
-class Swaps(NamedTuple):
-    """Functions that describe and repeat what `swap` adds to models of other libraries."""
-
-    describe: Callable[[nn.Module], dict[str, Any]]  # settings of each swapped submodule of a model, by its name
-    check: Callable[[nn.Module, File], None]  # raises ValueError unless these settings build a model's encodings
-    repeat: Callable[[nn.Module, File, ExitStack], None]  # in a model built the same way; the stack undoes it
-
-
-swaps = Swaps(lambda model: {}, lambda model, file: None, lambda model, file, undone: None)
-"""Those of `torchrope.integrations`, which imports this module and sets them."""
+swaps: Any = None
+"""`torchrope.integrations.entries`, which sets it: it describes swaps of models, checks and repeats those of files."""
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -157,7 +149,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 def _settings(model: nn.Module, manifest: Manifest) -> str:
     """Return the description from which `load` rebuilds a model, or swaps one that is built the same way, as JSON."""
-    swap = swaps.describe(model)
+    swap = swaps.describe_swaps(model)
     described = {
         "format": _FORMAT,
         "torchrope": __version__,
@@ -170,7 +162,7 @@ def _settings(model: nn.Module, manifest: Manifest) -> str:
     parts = [part for part in model.modules() if isinstance(part, Encoding | AbsoluteEncoding | ScoreBias | Frozen)]
     classes: Any = tuple({_build_of(part).func for part in parts})
     file = _read(text, manifest, classes)
-    (swaps.check if swap else _check_equal)(model, file)
+    (swaps.check_swaps if swap else _check_equal)(model, file)
     return text
 
 
@@ -248,7 +240,7 @@ def _build_next(kind: type, described: deque[Any], file: File, **sizes: Any) -> 
 def _fill(file: File, model: nn.Module) -> None:
     """Swap a model as a file describes and load the file's weights; restore the model if they do not fit."""
     with ExitStack() as undone:
-        swaps.repeat(model, file, undone)
+        swaps.repeat_swaps(model, file, undone)
         for part in list(model.modules()):
             undone.callback(vars(part).update, vars(part) | {"_modules": dict(part._modules)})
         _freeze_again(model, file)
@@ -406,8 +398,7 @@ def _freeze_again(model: nn.Module, file: File) -> None:
                 made = Frozen(_build_of(part), _ROTATIONS[kind], settings, tensors)
                 if made.rotation().shape[-1:] != made.frozen_at.shape[-2:-1]:
                     raise ValueError("it must have as many tokens as positions")
-        parent, _, child = name.rpartition(".")
-        model.get_submodule(parent)._modules[child] = made.eval()
+        model.set_submodule(name, made.eval())
 
 
 def _number(kind: type, digits: str) -> Any:
