@@ -32,7 +32,6 @@ Model = TypeVar("Model", bound=nn.Module)
 
 FILE = "torchrope.safetensors"
 _FORMAT = 1
-
 _LONGEST = 2**24
 _ANY = kinds.Kind("", lambda value, _: True)  # validated separately
 _HEADER = {

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torchrope.checkpoints.settings import FLOATS, shortened
+from torchrope.checkpoints.settings import FLOATS
 from torchrope.encodings import Encoding
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -156,7 +156,9 @@ class Checkpoint:
                 if size.numel():
                     values.append(self.take(theirs, size, row.convert) if theirs else torch.zeros(size))
             weights[name] = values[0] if len(values) == 1 else torch.cat(values)
-        self.require(not self.state, f"all tensors must be used, got unused {shortened(sorted(self.state))}")
+        more = f" and {len(self.state) - 3} more" if len(self.state) > 3 else ""
+        first = ", ".join(sorted(self.state)[:3])
+        self.require(not self.state, f"all tensors must be used, got unused {first}{more}")
         return weights
 
     def load(self, build: Callable[..., Model], generators: Sequence[Tensor] = (), **arguments: Any) -> Model:

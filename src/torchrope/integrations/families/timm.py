@@ -42,8 +42,7 @@ def _grid_size(tower: Any) -> tuple[int, ...]:
 
 
 def _patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: Tensor) -> OnLattice:
-    sizes = tower.patch_embed.dynamic_feat_size(tuple(args[0].shape[-2:]))
-    return tokens.device, sizes
+    return tokens.device, tower.patch_embed.dynamic_feat_size(tuple(args[0].shape[-2:]))
 
 
 def _naflex_size(tower: Any) -> tuple[int, ...]:
