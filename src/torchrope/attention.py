@@ -46,6 +46,10 @@ class Projections(nn.Module):
         """Project mixed values `(batch, heads, tokens, head_dim)` to tokens `(batch, tokens, dim)`."""
         return self.dropout(self.proj(mixed.transpose(1, 2).flatten(2)))
 
+    def extra_repr(self) -> str:
+        """Return the number of heads."""
+        return f"num_heads={self.num_heads}"
+
     def _split(self, x: Tensor, parts: int) -> tuple[Tensor, ...]:
         return x.unflatten(-1, (parts, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 

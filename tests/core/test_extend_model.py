@@ -261,13 +261,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "no encoding": (
         partial(vit, "none"),
         {},
-        "^model must rotate q and k; swap supports .* got ViT; in an attention of your own .*\\.md$",
+        "^model must rotate q and k, .*; swap supports .* got ViT; in an attention of your own .*\\.md$",
     ),
     "no rotation": (partial(made, "vit"), {}, "^model must rotate q and k, .* got VisionTransformer$"),
     "no model": (
         lambda: nn.Linear(2, 2),
         {},
-        "^model must rotate q and k; .*, got Linear; in an attention of your own .*\\.md$",
+        "^model must rotate q and k, .*, got Linear; in an attention of your own .*\\.md$",
     ),
     "beside": (swapped_beside, {}, "^extend scales the encodings .* got keep_rotation=True"),
     "cosine": (

@@ -83,7 +83,7 @@ ALONE: dict[str, Callable[[Any], Any]] = {
 CANNOT = {
     ("absorb", "swin"): "^absorb needs a ViT, got Swin",
     ("absorb", "liere"): "^absorb needs generators that commute, got LieRE",
-    ("extend", "plain"): "^model must rotate q and k; swap supports",
+    ("extend", "plain"): "^model must rotate q and k, .*; swap supports",
     ("inflate", "swin"): "^model must be a ViT, .* got Swin",
     ("features", "volumes"): "^the model must have two axes and square patches",
 }

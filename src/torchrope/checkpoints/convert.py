@@ -10,37 +10,49 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrope.attention import Attention
 from torchrope.checkpoints import saving
 from torchrope.checkpoints.published import convert, family_of, load_published, options_of, timm_vit
-from torchrope.checkpoints.settings import shortened
+from torchrope.checkpoints.settings import check_fits, described, differences, shortened
 from torchrope.encodings import RelativePositionBias
 from torchrope.lattice import Lattice
 from torchrope.models import Features, Swin, ViT
-from torchrope.models.layers import PatchEmbed
 
 HUBS = ("timm:", "hf:")
 """Prefixes of models that timm and transformers load by name."""
 _WRAPPER = re.compile(r"^(?:model|vit|vision_model)\.")  # of timm's feature extractors and transformers' classifiers
 _UNUSED = re.compile(r"(?:^|\.)(?:rotary|pooler)\.|embeddings\.mask_token$")
-_LEFT = ("head", "norm")  # not used by a backbone
 
 
 def load_backbone(features: Features, source: nn.Module) -> None:
     """Load the weights and spacing of a `ViT`, `Swin` or model that `to_torchrope` converts into a backbone like it."""
-    model = features.model
-    trained = to_torchrope(source)
-    if type(model) is type(trained):
-        trained = _with_layers_of(model, trained)
-    mismatches = _mismatched_parts(model, trained)
-    state = {} if mismatches else fitted_state(model, trained)
-    mismatches = mismatches or _mismatched_shapes(model, state) or _mismatched_positions(model, trained)
-    if mismatches:
-        raise ValueError(f"source must have the architecture and encoding of the backbone, got {shortened(mismatches)}")
-    model.load_state_dict({name: state[name] for name in model.state_dict()})
-    for mine, theirs in _stages(model, trained):
-        if _are_plain(mine.position_map, theirs.position_map):
-            mine.position_map = theirs.position_map
+    model, trained = features.model, to_torchrope(source)
+    rule = "source must have the architecture and encoding of the backbone"
+    if type(model) is not type(trained):
+        raise ValueError(f"{rule}, got a {type(trained).__name__} for a {type(model).__name__}")
+    trained = _with_layers_of(model, trained)
+    mine = {name: described(part) for name, part in model.named_modules() if not _is_left(name)}
+    theirs = {name: described(part) for name, part in trained.named_modules(remove_duplicate=False)}
+    differing = differences({name: theirs[name] for name in [*mine, "absolute"] if name in theirs}, mine)
+    if differing:
+        raise ValueError(f"{rule}, got {shortened(differing)}")
+    state, own = fitted_state(model, trained), model.state_dict()
+    check_fits(model, {name: value for name, value in state.items() if name in own or not _is_left(name)}, rule)
+    plain = []  # stages with the same spacing at all sizes
+    for pair in zip(getattr(model, "stages", [model]), getattr(trained, "stages", [trained]), strict=False):
+        lattices = [stage.position_map for stage in pair]
+        at, expected = (_sample(lattice, len(model.embed.patch_size)) for lattice in lattices)
+        if all({"spacing", "origin"}.issuperset(lattice.settings()) for lattice in lattices):
+            plain.append(pair)
+        elif not torch.allclose(at, expected):
+            raise ValueError(f"{rule}, got other positions on the same lattice")
+    model.load_state_dict({name: state[name] for name in own})
+    for stage, of_source in plain:
+        stage.position_map = of_source.position_map
+
+
+def _is_left(name: str) -> bool:
+    """Return whether a part, or a weight, is none of a backbone's."""
+    return name.partition(".")[0] in ("head", "norm")
 
 
 def read_model(source: str | os.PathLike[str]) -> Any:
@@ -53,10 +65,8 @@ def read_model(source: str | os.PathLike[str]) -> Any:
 
 def _is_saved(file: Path) -> bool:
     """Return whether `torchrope.save` wrote a file."""
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        return False
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(os.fspath(file), "pt") as opened:
             return "torchrope" in (opened.metadata() or {})
@@ -86,7 +96,7 @@ def to_torchrope(source: nn.Module) -> ViT | Swin:
     """Convert a model of timm, or a ViT, DINOv2 or CLIP's vision tower of transformers, by its parameter names."""
     if isinstance(source, ViT | Swin):
         return source
-    swap = next(iter(saving.swaps.describe(source).values()), None)
+    swap = next(iter(saving.swaps.describe_swaps(source).values()), None)
     tensors = {name: value for name, value in source.state_dict().items() if not _UNUSED.search(name)}
     state = {_WRAPPER.sub("", name): value.detach().cpu() for name, value in tensors.items()}
     if "embeddings.cls_token" in state or timm_vit.CLIP_TABLE in state:  # names of transformers
@@ -144,49 +154,6 @@ def _inferred_options(source: nn.Module, state: dict[str, Tensor]) -> dict[str, 
     return {name: value for name, value in inferred.items() if value is not None}
 
 
-def _differences(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
-    return [f"{name}: {theirs.get(name, 'nothing')} instead of {mine.get(name, 'nothing')}" for name in names]
-
-
-def _mismatched_parts(model: ViT | Swin, source: ViT | Swin) -> list[str]:
-    """Return the submodules of the backbone whose class or settings differ from the source's."""
-    if type(model) is not type(source):
-        return [f"a {type(source).__name__} for a {type(model).__name__}"]
-    mine = {name: _described(part) for name, part in model.named_modules() if name.partition(".")[0] not in _LEFT}
-    theirs = {name: _described(part) for name, part in source.named_modules(remove_duplicate=False)}
-    return _differences(mine, {name: theirs[name] for name in [*mine, "absolute"] if name in theirs})
-
-
-def _mismatched_shapes(model: ViT | Swin, state: dict[str, Tensor]) -> list[str]:
-    """Return the weights that the backbone uses whose shapes differ, or that only one of the two has."""
-    mine = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    theirs = {
-        name: tuple(value.shape) for name, value in state.items() if name in mine or name.partition(".")[0] not in _LEFT
-    }
-    return _differences(mine, theirs)
-
-
-def _mismatched_positions(model: ViT | Swin, source: ViT | Swin) -> list[str]:
-    """Return a mismatch if backbone and source compute different positions, apart from spacing, origin and jitter."""
-    for stages in _stages(model, source):
-        lattices = [stage.position_map for stage in stages]
-        mine, theirs = (_sample(lattice, len(model.embed.patch_size)) for lattice in lattices)
-        if not _are_plain(*lattices) and not torch.allclose(mine, theirs):
-            return ["positions: others on the same lattice"]
-    return []
-
-
-def _stages(model: ViT | Swin, source: ViT | Swin) -> list[tuple[Any, Any]]:
-    """Return the parts of backbone and source that have positions of their own, in pairs."""
-    return list(zip(getattr(model, "stages", [model]), getattr(source, "stages", [source]), strict=False))
-
-
-def _are_plain(*lattices: Lattice) -> bool:
-    """Return whether lattices have the same spacing at all sizes."""
-    return all({"spacing", "origin"}.issuperset(lattice.settings()) for lattice in lattices)
-
-
 def _sample(lattice: Lattice, axes: int) -> Tensor:
     """Return positions on a small lattice."""
     return lattice(*range(3, 3 + axes), spacing=None if lattice.unit is None else torch.ones(1, axes))
@@ -217,15 +184,3 @@ def _with_layers_of(model: ViT | Swin, source: Any) -> Any:
             count = len(getattr(model, kind)) if kind in ("encodings", "biases") and len(parts) == 1 else 1
             like._modules[kind] = nn.ModuleList([*parts] * count if count > 1 else parts[:depth])
     return like
-
-
-def _described(part: nn.Module) -> str:
-    """Return the class of a part, with settings that do not affect the shapes of its weights."""
-    match part:
-        case Attention():
-            return f"Attention of {part.num_heads} heads"
-        case nn.LayerNorm():
-            return f"LayerNorm of eps {part.eps}"
-        case PatchEmbed():
-            return f"PatchEmbed of patches {part.patch_size}"
-    return type(part).__name__

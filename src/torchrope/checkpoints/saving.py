@@ -5,7 +5,7 @@ import json
 import math
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,6 @@ Model = TypeVar("Model", bound=nn.Module)
 
 FILE = "torchrope.safetensors"
 _FORMAT = 1
-
 _LONGEST = 2**24
 _ANY = kinds.Kind("", lambda value, _: True)  # validated separately
 _HEADER = {
@@ -57,7 +56,7 @@ _PARTS = {"encodings": kinds.PARTS, "absolute": kinds.PART | kinds.NOTHING, "bia
 
 
 class File(NamedTuple):
-    """Contents of a file, apart from the values of its tensors, and the custom encodings that it may use."""
+    """Contents of a file, and the custom encodings that it may use."""
 
     header: dict[str, Any]
     manifest: Manifest
@@ -65,16 +64,8 @@ class File(NamedTuple):
     classes: tuple[type[Encoding], ...]
 
 
-class Swaps(NamedTuple):
-    """Functions that describe and repeat what `swap` adds to models of other libraries."""
-
-    describe: Callable[[nn.Module], dict[str, Any]]  # settings of each swapped submodule of a model, by its name
-    check: Callable[[nn.Module, File], None]  # raises ValueError unless these settings build a model's encodings
-    repeat: Callable[[nn.Module, File, ExitStack], None]  # in a model built the same way; the stack undoes it
-
-
-swaps = Swaps(lambda model: {}, lambda model, file: None, lambda model, file, undone: None)
-"""Those of `torchrope.integrations`, which imports this module and sets them."""
+swaps: Any = None
+"""`torchrope.integrations.entries`, which sets it: it describes swaps of models, checks and repeats those of files."""
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -157,7 +148,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 def _settings(model: nn.Module, manifest: Manifest) -> str:
     """Return the description from which `load` rebuilds a model, or swaps one that is built the same way, as JSON."""
-    swap = swaps.describe(model)
+    swap = swaps.describe_swaps(model)
     described = {
         "format": _FORMAT,
         "torchrope": __version__,
@@ -170,25 +161,21 @@ def _settings(model: nn.Module, manifest: Manifest) -> str:
     parts = [part for part in model.modules() if isinstance(part, Encoding | AbsoluteEncoding | ScoreBias | Frozen)]
     classes: Any = tuple({_build_of(part).func for part in parts})
     file = _read(text, manifest, classes)
-    (swaps.check if swap else _check_equal)(model, file)
+    (swaps.check_swaps if swap else _check_equal)(model, file)
     return text
 
 
 def _check_equal(model: nn.Module, file: File) -> None:
     """Raise ValueError unless the description of a model of torchrope builds one that equals it."""
     again = _built(file, "meta")
-    parts, rebuilt = ({name: _shown(part) for name, part in module.named_modules()} for module in (model, again))
-    for name in [*parts, *rebuilt]:
-        if parts.get(name) != rebuilt.get(name):
-            rule = "save needs a model that was not modified since it was built"
-            raise ValueError(f"{rule}, got {name or 'the model'}: {parts.get(name)} instead of {rebuilt.get(name)}")
+    came, built = (
+        {name: f"{kinds.described(part)}{getattr(part, 'position_map', '')}" for name, part in whole.named_modules()}
+        for whole in (model, again)
+    )
+    differing = kinds.differences(came, built)
+    if differing:
+        raise ValueError(f"save needs a model that was not modified since it was built, got {differing[0]}")
     check_fits(again, file.manifest)
-
-
-def _shown(part: nn.Module) -> str:
-    """Return the class of a part and the settings that its `repr` shows, without those of training alone."""
-    described = isinstance(part, nn.Dropout | Encoding | AbsoluteEncoding | ScoreBias)
-    return f"{type(part).__name__}({'' if described else part.extra_repr()}){getattr(part, 'position_map', '')}"
 
 
 def _loaded(path: Path, classes: tuple[type[Encoding], ...], into: nn.Module | None) -> nn.Module:
@@ -200,19 +187,19 @@ def _loaded(path: Path, classes: tuple[type[Encoding], ...], into: nn.Module | N
         text = (opened.metadata() or {}).get("torchrope")
         if text is None:
             raise ValueError("it has no settings of torchrope")
-        file = _read(text, kinds.manifest_of(opened), classes)
-        if into is None:
-            check_fits(_built(file, "meta"), file.manifest)
-        tensors = {name: opened.get_tensor(name).clone() for name in file.manifest}
+        mapped = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, not a dict
+    file = _read(text, mapped, classes)
     if into is not None:
-        _fill(file, _unwrapped(into), tensors)
+        _fill(file, _unwrapped(into))
         return into
+    check_fits(_built(file, "meta"), mapped)
     model = _built(file, "cpu")
     numbers = Counter({torch.float32: 0})
-    for tensor in tensors.values():
+    for tensor in mapped.values():
         numbers[tensor.dtype] += tensor.numel() if tensor.is_floating_point() else 0
     model.to(max(numbers, key=numbers.__getitem__))  # the dtype of encodings without parameters
-    model.load_state_dict(tensors, assign=True)  # in the dtypes they were saved in
+    in_memory = {name: tensor.clone() for name, tensor in mapped.items()}
+    model.load_state_dict(in_memory, assign=True)  # in the dtypes they were saved in
     return model.eval()
 
 
@@ -249,16 +236,16 @@ def _build_next(kind: type, described: deque[Any], file: File, **sizes: Any) -> 
     return build(described[-1], kind, sizes, file, device=None)
 
 
-def _fill(file: File, model: nn.Module, tensors: dict[str, Tensor]) -> None:
+def _fill(file: File, model: nn.Module) -> None:
     """Swap a model as a file describes and load the file's weights; restore the model if they do not fit."""
     with ExitStack() as undone:
-        swaps.repeat(model, file, undone)
+        swaps.repeat_swaps(model, file, undone)
         for part in list(model.modules()):
             undone.callback(vars(part).update, vars(part) | {"_modules": dict(part._modules)})
         _freeze_again(model, file)
         check_fits(model, file.manifest)
         undone.pop_all()
-    model.load_state_dict(tensors)
+    model.load_state_dict(file.manifest)
 
 
 def _file(path: str | os.PathLike[str]) -> Path:
@@ -410,8 +397,7 @@ def _freeze_again(model: nn.Module, file: File) -> None:
                 made = Frozen(_build_of(part), _ROTATIONS[kind], settings, tensors)
                 if made.rotation().shape[-1:] != made.frozen_at.shape[-2:-1]:
                     raise ValueError("it must have as many tokens as positions")
-        parent, _, child = name.rpartition(".")
-        model.get_submodule(parent)._modules[child] = made.eval()
+        model.set_submodule(name, made.eval())
 
 
 def _number(kind: type, digits: str) -> Any:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import reduce
 from reprlib import repr as shown
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
-from torchrope.encodings import Encoding
+from torchrope.encodings import AbsoluteEncoding, Encoding, ScoreBias
 from torchrope.encodings.names import annotations_of
 from torchrope.lattice import Lattice
 
@@ -182,33 +182,15 @@ def errors_in_one_line(what: str) -> Iterator[None]:
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 DTYPES = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-_NAMED = dict(zip(("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"), DTYPES, strict=True))
-
-
-class Stored(NamedTuple):
-    """Dtype and shape of a tensor, as in the header of a file."""
-
-    dtype: torch.dtype | str
-    shape: tuple[int, ...]
-
-
-Manifest = Mapping[str, Stored | Tensor]
+Manifest = Mapping[str, Tensor]
 """Tensors by name, of which only dtypes and shapes are used."""
 
 
-def manifest_of(opened: Any) -> Manifest:
-    """Return names, dtypes and shapes of the tensors of an open safetensors file, which are not read."""
-    manifest = {}
-    for name in opened.keys():  # noqa: SIM118, not a dict
-        check_name(name)
-        part = opened.get_slice(name)
-        manifest[name] = Stored(_NAMED.get(part.get_dtype(), part.get_dtype()), tuple(part.get_shape()))
-    return manifest
-
-
 def limits_of(manifest: Manifest) -> Limits:
-    """Return the largest values allowed in settings of a model with these tensors."""
-    filled = [stored.shape for stored in manifest.values() if 0 not in stored.shape]  # empty ones may claim any extent
+    """Return the largest values allowed in settings of a model with these tensors, whose names are checked."""
+    for name in manifest:
+        check_name(name)
+    filled = [tensor.shape for tensor in manifest.values() if tensor.numel()]  # empty ones may claim any extent
     count, longest = len(manifest), max((extent for shape in filled for extent in shape), default=0)
     return Limits(count, longest, max(count, Limits.layers), max(longest, Limits.width))
 
@@ -249,7 +231,21 @@ def budget(manifest: Manifest) -> Iterator[None]:
         yield
 
 
-def check_fits(model: nn.Module, manifest: Manifest) -> None:
+def described(part: nn.Module) -> str:
+    """Return the class of a part and the settings that its `repr` shows, without those of encodings and of training."""
+    hidden = isinstance(part, nn.Dropout | Encoding | AbsoluteEncoding | ScoreBias)
+    settings = "" if hidden else part.extra_repr()
+    return f"{type(part).__name__}({settings})" if settings else type(part).__name__
+
+
+def differences(received: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
+    """Return the names at which two mappings differ, with both values."""
+    names = [name for name in {**expected, **received} if received.get(name) != expected.get(name)]
+    values = [(name or "the model", *(side.get(name, "nothing") for side in (received, expected))) for name in names]
+    return [f"{name}: {came} instead of {needed}" for name, came, needed in values]
+
+
+def check_fits(model: nn.Module, manifest: Manifest, rule: str = "its tensors must be those of its model") -> None:
     """Raise ValueError unless tensors match a model's in name, shape and dtype; floating-point dtypes may differ."""
     expected = model.state_dict()
     misfits = []
@@ -264,7 +260,7 @@ def check_fits(model: nn.Module, manifest: Manifest) -> None:
         elif part.dtype != stored.dtype and not {part.dtype, stored.dtype} <= {*FLOATS}:
             misfits.append(f"{name} of {stored.dtype} instead of {part.dtype}")
     if misfits:
-        raise ValueError(f"its tensors must be those of its model, got {shortened(misfits)}")
+        raise ValueError(f"{rule}, got {shortened(misfits)}")
 
 
 def shortened(mismatches: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 """What modules below use of integrations: swaps in files of `torchrope.save`, and the mixin of huggingface_hub."""
 
 import json
+import sys
 from contextlib import ExitStack
 from typing import Any
 
@@ -34,7 +35,7 @@ def _adapters(model: nn.Module) -> dict[str, Adapter]:
     return {name: towers[part] for name, part in model.named_modules() if part in towers}
 
 
-def _describe(model: nn.Module) -> dict[str, Any]:
+def describe_swaps(model: nn.Module) -> dict[str, Any]:
     """Return the settings of the swapped submodules of a model, by their names."""
     count = sum(isinstance(part, Rotary) for part in model.modules())
     rotaries = {name: adapter.rotary for name, adapter in _adapters(model).items()} if count else {}
@@ -49,7 +50,7 @@ def _described(rotary: Rotary) -> dict[str, Any]:
     return {**{name: getattr(rotary, name) for name in _SWAP}, "encodings": list(rotary.encodings)}
 
 
-def _check(model: nn.Module, file: File) -> None:
+def check_swaps(model: nn.Module, file: File) -> None:
     """Raise ValueError unless the settings of a file build encodings with the weights of a model's."""
     by_name = _adapters(model)
     for name, swap in file.header["swap"].items():
@@ -60,7 +61,7 @@ def _check(model: nn.Module, file: File) -> None:
                 check_fits(would, encoding.state_dict())
 
 
-def _repeat(model: nn.Module, file: File, undone: ExitStack) -> None:
+def repeat_swaps(model: nn.Module, file: File, undone: ExitStack) -> None:
     """Swap a model as a file describes, without the weights; the stack gets callbacks that undo it."""
     by_name = _adapters(model)
     for name, swap in (file.header["swap"] or {}).items():
@@ -101,11 +102,9 @@ def _parts(
         sizes = {"num_axes": len(site.lattice), "num_heads": site.num_heads, "head_dim": site.head_dim}
         encodings.append(build(stored, Encoding, sizes, file, device))
         check("each of the lattices of its swap", lattice, kinds.settable(Lattice), file.limits, partly=True)
-        for name, value in lattice.items():
-            if isinstance(value, list) and len(value) != len(site.lattice):
-                rule = f"{name} of its lattices must be one number or {len(site.lattice)}"
-                raise ValueError(f"{rule}, got {shown(value)}")
         lattices.append(Lattice(**kinds.tuples(lattice)))
+        with errors_in_one_line("the lattices of its swap must be of the model's axes"):
+            lattices[-1].at(torch.zeros(1, len(site.lattice)), site.lattice)
         if order is not None and sorted(order) != list(range(site.head_dim)):
             rule = f"channels of its swap must be each of the {site.head_dim} of a head once"
             raise ValueError(f"{rule}, got {shown(order)}")
@@ -128,5 +127,5 @@ def _mixin() -> Any:
     return Hub
 
 
-saving.swaps = saving.Swaps(_describe, _check, _repeat)
+saving.swaps = sys.modules[__name__]
 Shareable.mixin = staticmethod(_mixin)

@@ -14,7 +14,7 @@ from torchrope.encodings import Encoding, NoEncoding
 from torchrope.inference import require_unfrozen
 from torchrope.integrations.families.shared import kind_of
 from torchrope.integrations.family import Adapter, adapters
-from torchrope.integrations.swap import adapt, swap
+from torchrope.integrations.swap import swap
 from torchrope.lattice import Lattice
 from torchrope.models import Features, ViT
 from torchrope.models.swin import Stage
@@ -117,13 +117,10 @@ def _continue_own_rotation(model: nn.Module) -> None:
         rule = "extend needs one part of a model with a vision tower and a text model"
         raise ValueError(f"{rule}: pass {parts}, got {kind_of(model)}")
     try:
-        rotates = adapt(model).rotates()
+        swap(model, "mixed", init="model")
     except ValueError as error:
-        raise ValueError(f"model must rotate q and k; {error}") from None
-    if not rotates:
-        rule = "model must rotate q and k, by encodings of torchrope or a rotation that swap supports"
-        raise ValueError(f"{rule}, got {kind_of(model)}")
-    swap(model, "mixed", init="model")
+        rule = "model must rotate q and k, by encodings of torchrope or as swap supports"
+        raise ValueError(f"{rule}; {error}") from None
 
 
 def _parts(model: nn.Module, factors: Sequence[float]) -> Iterator[_Part]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from torchrope.encodings import AbsoluteEncoding, Encoding, ScoreBias
 from torchrope.integrations.forward import ForwardState
@@ -46,13 +47,12 @@ class BuiltInRotation:
     """The rotation that models of a family have of their own, and whether one is `present`.
 
     Functions of a model and its layers: `read` returns the rotation of each, or raises ValueError; `remove` makes them
-    not rotate and returns handles that undo it, None if it can only be replaced. `parameters` are frozen meanwhile.
+    not rotate and returns handles that undo it, None if it can only be replaced.
     """
 
     read: Callable[[Any, Sequence[Any]], list[OwnRotation]]
     remove: Callable[[Any, Sequence[Any]], list[Any]] | None = None
     present: Callable[[Any], bool] = lambda tower: True
-    parameters: Callable[[Any], list[nn.Parameter]] = lambda tower: []
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,11 @@ class Adapter:
         """Return the shape of each attention layer, in order."""
         return [self.family.shape(self.tower, layer) for layer in self.layers]
 
-    def tables(self) -> list[nn.Parameter]:
-        """Return the position tables or biases."""
+    def tables(self) -> dict[str, nn.Parameter]:
+        """Return the position tables or biases by name."""
         patterns = [_pattern(name, ".*") for name in self.family.position_tables]
         named = self.tower.named_parameters()
-        return [table for name, table in named if any(pattern.fullmatch(name) for pattern in patterns)]
+        return {name: table for name, table in named if any(pattern.fullmatch(name) for pattern in patterns)}
 
     def rotates(self) -> bool:
         """Return whether the model has a built-in rotation of q and k."""
@@ -142,14 +142,11 @@ class Adapter:
         handles = state.handles
         handles.extend(family.attach(self.tower, self.model, rotary))
         if not rotary.keep_position_tables:
-            tables = self.tables()
-            names = [name for name, p in self.tower.named_parameters() if any(p is table for table in tables)]
-            handles.append(FrozenParameters(self.tower, tables))
-            handles.append(self.tower.register_load_state_dict_pre_hook(partial(_keep_zero, names)))
-        if family.rotation is not None and self.rotates() and not rotary.keep_rotation:
-            handles.append(FrozenParameters(self.tower, family.rotation.parameters(self.tower)))
-            if family.rotation.remove is not None:
-                handles.extend(family.rotation.remove(self.tower, self.layers))
+            handles.append(FrozenParameters(self.tower, list(self.tables().values())))
+            handles.append(self.tower.register_load_state_dict_pre_hook(partial(_keep_zero, list(self.tables()))))
+        remove = None if family.rotation is None else family.rotation.remove
+        if remove is not None and self.rotates() and not rotary.keep_rotation:
+            handles.extend(remove(self.tower, self.layers))
         handles.extend(family.positions.attach(state, self.layers))
         for index, (layer, shape) in enumerate(zip(self.layers, self.shapes(), strict=True)):
             intercept: Any = family.intercept if hasattr(family.intercept, "attach") else family.intercept(layer)
@@ -220,12 +217,8 @@ def _families_of(kind: type) -> list[ModelFamily]:
 def _check_version(kind: type) -> None:
     for library in OLDEST.keys() & {base.__module__.partition(".")[0] for base in kind.__mro__}:
         installed = getattr(sys.modules.get(library), "__version__", OLDEST[library])
-        if _release(installed) < _release(OLDEST[library]):
+        if TorchVersion(installed) < OLDEST[library]:
             raise ImportError(f"swap needs {library} {OLDEST[library]} or newer, got {installed}")
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 @cache
@@ -270,7 +263,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         if isinstance(part, Encoding | AbsoluteEncoding | ScoreBias):
             exempt.update(part.parameters())
         if isinstance(getattr(part, ATTRIBUTE, None), Rotary):
-            exempt.update(adapters(part)[0].tables())
+            exempt.update(adapters(part)[0].tables().values())
         if callable(getattr(part, "no_weight_decay", None)):
             without_decay = part.no_weight_decay()  # type: ignore[operator]
             exempt.update(parameter for name, parameter in part.named_parameters() if name in without_decay)

@@ -10,7 +10,7 @@ from torch import nn
 
 from torchrope.checkpoints.saving import describe, to_json
 from torchrope.checkpoints.settings import Limits, check, settable
-from torchrope.encodings import Choice, Encoding, NoEncoding, parse_encoding
+from torchrope.encodings import Encoding, NoEncoding
 from torchrope.encodings.names import built_class, takes
 from torchrope.integrations.families import refuse
 from torchrope.integrations.families.shared import kind_of
@@ -18,6 +18,7 @@ from torchrope.integrations.family import Adapter, AttentionShape, adapters
 from torchrope.integrations.proof import prove
 from torchrope.integrations.rotary import ATTRIBUTE, Rotary
 from torchrope.lattice import Lattice
+from torchrope.models.layers import resolve
 from torchrope.positions import PerAxis, per_axis
 from torchrope.tensors import can_read, wide_dtype
 
@@ -89,8 +90,8 @@ def swap(
         if rotations:
             rule = f"init='model' keeps the model's positions; init='zeros' and init='paper' take {name}"
             raise ValueError(f"{rule}, got {name}={value}")
-    drawn = built_here and start == "paper"  # otherwise values drawn are overwritten
-    with torch.device("cpu"), torch.random.fork_rng(devices=[], enabled=built_here and not drawn):
+    overwritten = built_here and start != "paper"
+    with torch.device("cpu"), torch.random.fork_rng(devices=[], enabled=overwritten):
         encodings = _encodings(encoding, shapes, block_size)
     for made in encodings if start == "zeros" and built_here else ():
         if next(made.parameters(), None) is not None:  # fixed frequencies stay
@@ -142,7 +143,7 @@ def unswap(model: Model) -> Model:
 
 def remove(adapter: Adapter, rotary: Rotary) -> None:
     """Detach encodings and copy the position tables back."""
-    tables = [] if rotary.keep_position_tables else adapter.tables()
+    tables = [] if rotary.keep_position_tables else list(adapter.tables().values())
     originals = [getattr(rotary, f"table{index}") for index in range(len(tables))]
     for table, original in zip(tables, originals, strict=True):  # all, before any changes
         if table.shape != original.shape:
@@ -168,7 +169,7 @@ def install(
     parameter: nn.Parameter = next(adapter.tower.parameters())
     rotary.to(device=parameter.device, dtype=wide_dtype(parameter)).train(adapter.tower.training)
     with torch.no_grad():
-        for index, table in enumerate([] if rotary.keep_position_tables else adapter.tables()):
+        for index, table in enumerate([] if rotary.keep_position_tables else adapter.tables().values()):
             rotary.register_buffer(f"table{index}", table.clone())
             table.zero_()
     try:
@@ -211,13 +212,12 @@ def _encodings(
             raise ValueError(f"block_size must be None if encoding is an Encoding, got {block_size}")
         encodings = [encoding]
     else:
-        choice = parse_encoding(encoding) if isinstance(encoding, str) else Choice(encoding)
+        choice = resolve(encoding)
         if choice.absolute is not None or choice.bias is not None:
             rule = "encoding must be rotary (keep_position_tables=True keeps the model's table)"
             raise ValueError(f"{rule}, got {encoding!r}")
-        if further and (
-            "block_size" in getattr(choice.rotary, "keywords", ()) or not takes(choice.rotary, "block_size")
-        ):
+        lacks_one = takes(choice.rotary, "block_size") and "block_size" not in getattr(choice.rotary, "keywords", ())
+        if further and not lacks_one:
             rule = "block_size must be None unless encoding takes one and has none yet"
             raise ValueError(f"{rule}, got {encoding!r} and {block_size}")
         heads = [dict(num_axes=len(s.lattice), num_heads=s.num_heads, head_dim=s.head_dim) for s in shapes]

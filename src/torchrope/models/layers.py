@@ -177,6 +177,10 @@ class PatchEmbed(nn.Module):
         patches = x.permute(0, *outer, 1, *inner)  # (batch, *lattice, channels, *patch)
         return self.proj(patches.flatten(1, len(outer)).flatten(2))
 
+    def extra_repr(self) -> str:
+        """Return the extent of a patch."""
+        return f"patch_size={self.patch_size}"
+
 
 def axes_of(input_size: Sequence[int]) -> int:
     """Return the number of axes of the training data."""

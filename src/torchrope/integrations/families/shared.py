@@ -10,7 +10,6 @@ from torch import Tensor
 
 from torchrope.integrations.family import AttentionShape
 from torchrope.integrations.positions import OnLattice
-from torchrope.lattice import Lattice
 from torchrope.tensors import is_narrow
 
 Sizes = Callable[[Any], tuple[int, ...]]
@@ -61,12 +60,6 @@ def on_map(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OnLatti
 def unrotating_tables(shape: tuple[int, ...], x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     """Return cos = 1 and sin = 0."""
     return x.new_ones(shape), x.new_zeros(shape)
-
-
-def with_augmentation(lattice: Lattice, shift: float | None, stretch: float | None, rescale: float | None) -> Lattice:
-    """Return a lattice with DINOv3's random changes of positions in training, None for none."""
-    changes: dict[str, Any] = {"shift": shift, "stretch": stretch, "rescale": rescale}
-    return replace(lattice, **{name: amount for name, amount in changes.items() if amount is not None})
 
 
 def with_exact_frequencies(rope: Any, recompute: Callable[[Any], object]) -> Any:

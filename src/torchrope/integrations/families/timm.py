@@ -16,7 +16,7 @@ from torchrope.integrations.family import AttentionShape, BuiltInRotation, Model
 from torchrope.integrations.layer import AfterNorms, AfterSplit, Sdpa
 from torchrope.integrations.own_rotation import OwnRotation, axis_by_axis, exact, halves, interleaved
 from torchrope.integrations.positions import FromLayer, FromPatches, OnLattice
-from torchrope.integrations.rotary import ATTRIBUTE, Replaced, Rotary
+from torchrope.integrations.rotary import ATTRIBUTE, FrozenParameters, Replaced, Rotary
 from torchrope.lattice import Lattice
 from torchrope.models.layers import encoding_parameters
 
@@ -42,8 +42,7 @@ def _grid_size(tower: Any) -> tuple[int, ...]:
 
 
 def _patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: Tensor) -> OnLattice:
-    sizes = tower.patch_embed.dynamic_feat_size(tuple(args[0].shape[-2:]))
-    return tokens.device, sizes
+    return tokens.device, tower.patch_embed.dynamic_feat_size(tuple(args[0].shape[-2:]))
 
 
 def _naflex_size(tower: Any) -> tuple[int, ...]:
@@ -127,24 +126,15 @@ def _lattice(rope: Any) -> Lattice:
         lattice = Lattice(tuple(map(float, reference)), offset=offset, per="size")
     else:
         lattice = Lattice(offset=offset)
-    moves = (getattr(rope, f"{name}_coords", None) for name in ("shift", "jitter", "rescale"))
-    return shared.with_augmentation(lattice, *moves)
+    shift, stretch, rescale = (getattr(rope, f"{name}_coords", None) for name in ("shift", "jitter", "rescale"))
+    return replace(lattice, shift=shift or 0.0, stretch=stretch or 1.0, rescale=rescale or 1.0)
 
 
-class _WithoutRope:
-    """Moves the rotary embedding of a model to its `Rotary`, until `remove`."""
-
-    def __init__(self, tower: Any) -> None:
-        self.tower = tower
-        tower.rotary.original_modules["rope"] = tower.rope
-        tower.rope = None
-
-    def remove(self) -> None:
-        """Restore the rotary embedding; the input size may have changed since."""
-        tower = self.tower
-        tower.rope = tower.rotary.original_modules["rope"]
-        if hasattr(tower.rope, "update_feat_shape"):
-            tower.rope.update_feat_shape(_grid_size(tower) if hasattr(tower, "patch_embed") else _naflex_size(tower))
+def _without_rope(tower: Any, layers: Sequence[Any]) -> list[Any]:
+    """Make a model compute no tables, and freeze the frequencies, which are then unused."""
+    frozen = FrozenParameters(tower, list(tower.rope.parameters()))
+    owners = {"get_embed": tower.rope, "_generate_rope_naflex": tower}
+    return [frozen, *(Replaced(owner, name, _no_table) for name, owner in owners.items() if hasattr(owner, name))]
 
 
 def _no_table(*args: Any, **kwargs: Any) -> None:
@@ -157,10 +147,6 @@ def _without_angles(tower: Any, layers: Sequence[Any]) -> list[Any]:
 
 def _has_rope(tower: Any) -> bool:
     return any(getattr(tower, name, None) is not None for name in ("rope", "rope_global"))
-
-
-def _parameters(tower: Any) -> list[nn.Parameter]:
-    return list((tower.rope or tower.rotary.original_modules["rope"]).parameters())
 
 
 def _optimised(tower: Any, model: nn.Module, rotary: Rotary) -> list[Replaced]:
@@ -198,13 +184,9 @@ _TOKENS = ModelFamily(
     shape=partial(shape_of, _grid_size),
     positions=FromPatches("patch_embed", prefix=_PREFIX, drop="patch_drop", locate=_patches),
     intercept=lambda layer: AfterNorms(layout="bthd" if kind_of(layer) in _TOKENS_FIRST else "bhtd"),
-    rotation=BuiltInRotation(_rotations, lambda tower, layers: [_WithoutRope(tower)], _has_rope, _parameters),
+    rotation=BuiltInRotation(_rotations, _without_rope, _has_rope),
     position_tables=("pos_embed",),
     attach=_optimised,
-)
-_ENCODER = replace(  # its forward always calls `get_embed` of the rotary embedding
-    _TOKENS,
-    rotation=BuiltInRotation(_rotations, lambda tower, layers: [Replaced(tower.rope, "get_embed", _no_table)]),
 )
 _WINDOWS = replace(
     _TOKENS,
@@ -225,8 +207,8 @@ FAMILIES = (
         rotation=None,
         position_tables=("pos_embed", "*relative_position_bias_table"),
     ),
-    replace(_ENCODER, model="timm.*.Qwen3VitEncoder"),
-    replace(_ENCODER, model="timm.*.DeepseekVitEncoder"),
+    replace(_TOKENS, model="timm.*.Qwen3VitEncoder"),
+    replace(_TOKENS, model="timm.*.DeepseekVitEncoder"),
     replace(
         _TOKENS,
         model="timm.*.Gemma4VitEncoder",

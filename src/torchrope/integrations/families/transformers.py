@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -101,8 +102,8 @@ def _dinov3_rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
     """Return DINOv3's rotation:  frequencies 2 pi / theta^(4 j / head_dim),  positions of patch centres in [-1, 1]."""
     rope, config = tower.rope_embeddings, tower.config
     bands = 2 * math.pi * exact(shared.with_exact_frequencies(rope, tower._init_weights).inv_freq)
-    moves = (config.pos_embed_shift, config.pos_embed_jitter, config.pos_embed_rescale)
-    lattice = shared.with_augmentation(Lattice(2.0, -1.0, 0.5, per="size"), *moves)
+    moves = {"shift": config.pos_embed_shift, "stretch": config.pos_embed_jitter, "rescale": config.pos_embed_rescale}
+    lattice = Lattice(2.0, -1.0, 0.5, per="size", **{name: amount for name, amount in moves.items() if amount})
     rotation = OwnRotation(axis_by_axis([bands, bands]), halves(4 * len(bands)), lattice, _num_prefix(1, tower))
     return [rotation] * len(layers)
 
@@ -112,8 +113,9 @@ def _without_tables(tower: Any, layers: Sequence[Any]) -> list[Any]:
     return [Replaced(tower.rope_embeddings, "forward", partial(shared.unrotating_tables, (0, layers[0].head_dim)))]
 
 
-def _encoder(name: str, layers: str, special: int = 1, **changed: Any) -> ModelFamily:
+def _encoder(name: str, layers: str = "", special: int = 1, **changed: Any) -> ModelFamily:
     """Return a family of vision encoders: their class, that or names of their attention, and number of class tokens."""
+    layers = layers or re.sub("(Vision)?(Model|Backbone)$", "Attention", name)
     defaults: dict[str, Any] = dict(
         layers=layers if "*" in layers else partial(_layers, layers),
         shape=partial(shape_of, _size),
@@ -125,27 +127,21 @@ def _encoder(name: str, layers: str, special: int = 1, **changed: Any) -> ModelF
     return ModelFamily(f"transformers.*.{name}", **{**defaults, **changed})
 
 
-_DINOV3: Any = dict(rotation=BuiltInRotation(_dinov3_rotations, _without_tables))
+_WITH_A_TABLE = (
+    *("BeitModel", "Blip2VisionModel", "CLIPVisionModel", "Dinov2Backbone", "Dinov2Model", "InstructBlipVisionModel"),
+    *("Dinov2WithRegistersBackbone", "Dinov2WithRegistersModel", "ViTModel"),
+)
+_LIKE_DINOV3 = ("DINOv3ViTBackbone", "DINOv3ViTModel", "Sapiens2Backbone", "Sapiens2Model")
+_DINOV3 = BuiltInRotation(_dinov3_rotations, _without_tables)
 _ENCODERS = (
-    _encoder("BeitModel", "BeitAttention"),
-    _encoder("Blip2VisionModel", "Blip2Attention"),
-    _encoder("CLIPVisionModel", "CLIPAttention"),
+    *map(_encoder, _WITH_A_TABLE),
+    *(_encoder(name, rotation=_DINOV3) for name in _LIKE_DINOV3),
     _encoder("DPTModel", "DPTSelfAttention"),
-    _encoder("DeiTModel", "DeiTAttention", 2),
-    _encoder("DINOv3ViTBackbone", "DINOv3ViTAttention", **_DINOV3),
-    _encoder("DINOv3ViTModel", "DINOv3ViTAttention", **_DINOV3),
-    _encoder("Dinov2Backbone", "Dinov2Attention"),
-    _encoder("Dinov2Model", "Dinov2Attention"),
-    _encoder("Dinov2WithRegistersBackbone", "Dinov2WithRegistersAttention"),
-    _encoder("Dinov2WithRegistersModel", "Dinov2WithRegistersAttention"),
-    _encoder("IJepaModel", "IJepaAttention", 0),
-    _encoder("InstructBlipVisionModel", "InstructBlipAttention"),
-    _encoder("Sapiens2Backbone", "Sapiens2Attention", **_DINOV3),
-    _encoder("Sapiens2Model", "Sapiens2Attention", **_DINOV3),
-    _encoder("Siglip2VisionModel", "Siglip2Attention", positions=FromPatches(locate=_siglip2_patches)),
-    _encoder("SiglipVisionModel", "SiglipAttention", 0),
-    _encoder("ViTMAEModel", "ViTMAEAttention", positions=FromPatches("embeddings", prefix=1, locate=_kept_patches)),
-    _encoder("ViTModel", "ViTAttention"),
+    _encoder("DeiTModel", special=2),
+    _encoder("IJepaModel", special=0),
+    _encoder("Siglip2VisionModel", positions=FromPatches(locate=_siglip2_patches)),
+    _encoder("SiglipVisionModel", special=0),
+    _encoder("ViTMAEModel", positions=FromPatches("embeddings", prefix=1, locate=_kept_patches)),
 )
 
 
