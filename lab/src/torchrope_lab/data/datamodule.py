@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
@@ -23,7 +23,7 @@ from torchrope_lab.data.draws import Draws
 from torchrope_lab.data.faults import Fault, Skipping
 from torchrope_lab.data.loading import Loader, ResumedSampler, SizedBatches
 from torchrope_lab.data.mixed_sizes import MixedSizes, Resampled, Size
-from torchrope_lab.data.repeated import Repeated, example_of
+from torchrope_lab.data.repeated import Repeated
 from torchrope_lab.data.tensors import TensorSet, folds_of, split_for_tuning
 from torchrope_lab.mistakes import Mistake
 
@@ -263,16 +263,6 @@ class DataModule(pl.LightningDataModule, ABC):
         )
         sampler.set_epoch(epoch)
         return sampler
-
-    def batch_names(self, batches: Iterable[int]) -> list[str]:
-        """Return the training examples in batches of this epoch and process: file names, else indices."""
-        train, _ = self._made_datasets()
-        size = self.config.batch_size
-        order = list(self._train_order(train, *self._position_in_training()))
-        drawn = (index for batch in batches for index in order[batch * size : (batch + 1) * size])
-        chosen = [example_of(index, len(train)) for index in drawn]  # type: ignore[arg-type]
-        files = getattr(train, "samples", None)
-        return [f"example {index}" if files is None else str(files[index][0]) for index in chosen]
 
     def _examples(self, size: Size, seed: int) -> Dataset:
         """Return the augmented training examples of an epoch, resampled to a size."""
