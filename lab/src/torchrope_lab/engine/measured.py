@@ -20,11 +20,9 @@ from torchrope_lab.engine.workers import data_of, here, run_calls
 from torchrope_lab.files import read_mapping
 from torchrope_lab.results import write_json
 from torchrope_lab.settings.run_config import ModelConfig
-from torchrope_lab.training.cost import STEPS, measure_costs
+from torchrope_lab.training.cost import measure_costs
 from torchrope_lab.training.evaluate import cache_suffix, correct_at, correct_shuffled
 from torchrope_lab.training.models import Model, build_for_costs
-from torchrope_lab.training.progress import as_clock
-from torchrope_lab.training.watch import BACKWARD_AND_FORWARD
 
 
 @dataclass(frozen=True)
@@ -36,10 +34,10 @@ class Measured:
     sizes: dict[tuple[int, ...], np.ndarray]
 
 
-def robustness(data: DataModule, scales: Sequence[float], passes: float = 0.0) -> Measure:
+def robustness(data: DataModule, scales: Sequence[float]) -> Measure:
     """Return the measure of answers with shuffled patches or positions, and at multiples of the training size."""
     name = f"shuffled-and-scales-{'-'.join(f'{scale:g}' for scale in scales)}{cache_suffix(data)}"
-    return Measure(name, partial(_evaluate, scales=scales), passes)
+    return Measure(name, partial(_evaluate, scales=scales))
 
 
 def read_robustness(trained: Trained, measure: Measure) -> Measured:
@@ -88,23 +86,13 @@ def known_costs(file: Path, names: Sequence[str], *, precision: str, anywhere: b
     return costs if {*names} <= {*costs} else None
 
 
-def _known(lab: Lab, names: Sequence[str], file: Path) -> dict[str, Any] | None:
-    return known_costs(file, names, precision=lab.config.run.precision, anywhere=lab.config.slurm is not None)
-
-
-def work_of_costs(lab: Lab, names: Sequence[str], file: Path) -> float:
-    """Estimate the work of `costs_of`, in forward passes of one example."""
-    known = _known(lab, names, file)
-    return 0.0 if known else BACKWARD_AND_FORWARD * lab.config.data.batch_size * STEPS * len(names)
-
-
 def costs_of(lab: Lab, names: Sequence[str], file: Path) -> dict[str, Any]:
     """Measure the costs of a training step with each encoding in one job, or read them if they are stored."""
-    known = _known(lab, names, file)
+    on_cluster = lab.config.slurm is not None
+    known = known_costs(file, names, precision=lab.config.run.precision, anywhere=on_cluster)
     if known is not None:
         return known
-    left = "" if lab.seconds_left is None else f"  (about {as_clock(lab.seconds_left)} left)"
-    line = f"measuring the costs of a training step of {len(names)} models{left}"
+    line = f"measuring the costs of a training step of {len(names)} models"
     lab.console.print(line, highlight=False, soft_wrap=True)
     data = lab.data if here(lab.config) else None
     call = partial(_measure_costs, tuple(names), lab.config.model, lab.config.data, data, lab.config.run.precision)
