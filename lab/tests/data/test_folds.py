@@ -157,6 +157,17 @@ def test_folds_that_are_impossible_are_refused(name: str, settings: dict[str, An
         make_data(data_config(name, **settings)).setup()
 
 
+@pytest.mark.parametrize("name", ["images", "cifar10"])
+def test_tuning_holds_out_training_examples_at_every_size(tmp_path: Path, name: str) -> None:
+    usual, data = (
+        make_data(data_config(name, tuning=each, size=16, **settings_of(name, tmp_path))) for each in (False, True)
+    )
+    (whole, _), (train, val) = usual._made_datasets(), data._made_datasets()
+    assert sorted([*labels(train), *labels(val)]) == sorted(labels(whole))
+    larger = data.at_size(20) or data  # None is resampled
+    assert labels(larger._made_datasets()[1]) == labels(val)
+
+
 def test_examples_of_a_group_are_in_the_same_part_for_tuning():
     generator = torch.Generator().manual_seed(0)
     classes = torch.randint(0, 3, (90,), generator=generator)
