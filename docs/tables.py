@@ -12,7 +12,7 @@ from pathlib import Path
 from torchrope_lab import recipes
 from torchrope_lab.engine.published import cite, claims, errata, published, results_of
 from torchrope_lab.engine.registry import STUDIES
-from torchrope_lab.report.tables import MISSING, Cell, format_table, written
+from torchrope_lab.report.tables import MISSING, FormattedCell, format_table, written
 from torchrope_lab.results import StudyResult, Table
 
 DOCS = Path(__file__).parent
@@ -253,7 +253,7 @@ def with_papers(page: str) -> str:
     return head + START + "\n" + "\n\n".join([_table(titles, overview), *sections]) + "\n"
 
 
-def _theirs(question: Question) -> dict[str, dict[str, Cell]]:
+def _theirs(question: Question) -> dict[str, dict[str, FormattedCell]]:
     """Return the columns of the paper's table, as cells by row, which are encodings."""
     tables = {each.title: each for study in STUDIES for each in published(study)}
     table = tables[question.title]
@@ -265,7 +265,7 @@ def _theirs(question: Question) -> dict[str, dict[str, Cell]]:
     return {title: _changes(column) for title, column in columns.items()} if question.perturbed else columns
 
 
-def _changes(column: Mapping[str, Cell]) -> dict[str, Cell]:
+def _changes(column: Mapping[str, FormattedCell]) -> dict[str, FormattedCell]:
     """Return the differences of the rows with and without perturbation."""
     changes = {}
     for name in column:
@@ -273,11 +273,11 @@ def _changes(column: Mapping[str, Cell]) -> dict[str, Cell]:
             before, after = column[name].sort, column[f"{name}, perturbed"].sort
             assert before is not None
             assert after is not None
-            changes[name] = Cell(written(after - before, 1), sort=after - before)
+            changes[name] = FormattedCell(written(after - before, 1), sort=after - before)
     return changes
 
 
-def _ours(measured: Measured) -> dict[str, Cell]:
+def _ours(measured: Measured) -> dict[str, FormattedCell]:
     """Return a column of a committed result, as cells by row."""
     found = StudyResult.read(DOCS / f"results/studies/{measured.file}.json").findings.tables
     table = next(each for at, each in enumerate(found) if measured.table in (at, each.title))
@@ -285,14 +285,14 @@ def _ours(measured: Measured) -> dict[str, Cell]:
     return _cells(Table(table.title, table.columns, rows), measured.column, measured.row)
 
 
-def _cells(table: Table, key: str, row: str) -> dict[str, Cell]:
+def _cells(table: Table, key: str, row: str) -> dict[str, FormattedCell]:
     """Format a column; names of the papers in parentheses are left out."""
     place = [column.key for column in table.columns].index(key)
     names = [str(each[row]).partition(" (")[0] for each in table.rows]
     return {name: cells[place] for name, cells in zip(names, format_table(table).rows, strict=True)}
 
 
-def _best(columns: Mapping[str, Mapping[str, Cell]], question: Question) -> str:
+def _best(columns: Mapping[str, Mapping[str, FormattedCell]], question: Question) -> str:
     """Name the encoding of the highest value (the lowest loss) of each column, and the table or bias, with cells."""
     told = []
     for title, column in columns.items():

@@ -91,11 +91,11 @@ def test_compare_leaves_a_report_that_agrees_with_its_plain_files(tmp_path: Path
     assert status == 0
     assert f"report: {out}/report/index.html" in printed
     assert "run 4 of 4: learned+liere:4 seed 1: top-1" in printed
-    estimates = [re.sub(r"[\d:]+ (?=left|elapsed)", "T ", line) for line in printed.splitlines() if "left)" in line]
+    estimates = [re.sub(r"[\d:]+ (?=to|elapsed)", "T ", line) for line in printed.splitlines() if "to train)" in line]
     assert estimates[0].startswith("0 of 4 runs done: none seed 0, epoch 1/1, top-1 ")
-    assert len(estimates) == 1 + 4 + 1  # the first epoch, each run, and the costs
-    assert estimates[-1] == "measuring the costs of a training step of 2 models  (about T left)"
-    assert all(line.count("about T left") == 1 for line in estimates)
+    assert len(estimates) == 1 + 3  # the first epoch, and each run but the last
+    assert all(line.count("about T to train") == 1 for line in estimates)
+    assert "measuring the costs of a training step of 2 models" in printed.splitlines()
 
     results = StudyResult.read(out / "results.json")
     page = (out / "report" / "index.html").read_text()

@@ -83,7 +83,7 @@ OTHERS: list[tuple[str, str, str, str]] = [
     ("study fourier --checkpoint a --checkpoint b,a", "--checkpoint", "a,b,a", ""),
     ("study fourier --checkpoint a --checkpoint", "--checkpoint", "requires a value", ""),
     ("compare --encodings none mixed", "lists are written as a,b", "'mixed'", ""),
-    ("compare --model.head dino", "--model.head is an option of train", "", ""),
+    ("compare --model.head dino", "--model.head is not an option of torchrope compare", "", ""),
     ("compare --reference mixed", "--reference", "--reference", ""),
     ("evaluate", "folder", "required", ""),
     ("evaluate /nowhere", "folder", "/nowhere", ""),

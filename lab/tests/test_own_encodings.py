@@ -140,9 +140,7 @@ def test_label_is_the_title_of_the_class_or_its_name(package: Path) -> None:
     ("name", "message"),
     [
         ("own_package.turns:Spirla", "own_package.turns has no class Spirla; did you mean 'Spiral'"),
-        ("own_package.turns.Spiral", "named module:Class, .*; did you mean 'own_package.turns:Spiral'"),
-        ("own_package.turn:Spiral", "No module named 'own_package.turn'; did you mean 'own_package.turns'"),
-        ("own_packag:Spiral", "No module named 'own_packag'; did you mean 'own_package'"),
+        ("own_package.turn:Spiral", "No module named 'own_package.turn'"),
         ("broken:Spiral", r"got broken: RuntimeError: two lines \(broken.py, line 2\)"),
         ("own_package.turns:helper", "must be a subclass of Encoding, AbsoluteEncoding or .*, got int"),
         ("own_package.turns:Path", "must be a subclass of .*, got an unrelated class"),

@@ -231,12 +231,6 @@ def _list_studies() -> int:
     return 0
 
 
-def _print_table(rows: dict[str, str]) -> None:
-    width = max(map(len, rows))
-    for name, text in rows.items():
-        print(f"{name:{width}}  {text}")
-
-
 def _with_names_first(arguments: list[str]) -> list[str]:
     """Check that the names of studies come first; without names there is only --help."""
     from torchrope_lab.engine.registry import STUDIES
@@ -504,7 +498,9 @@ def _recipes(arguments: list[str]) -> int:
         ]
         print(recipe.text(cite(recipe.source), results), end="")
         return 0
-    _print_table({name: recipes.find(name).summary for name in names})
+    width = max(map(len, names))
+    for each in names:
+        print(f"{each:{width}}  {recipes.find(each).summary}")
     print("\ntorchrope recipes NAME prints one; train --recipe NAME and compare --recipe NAME use its settings")
     return 0
 

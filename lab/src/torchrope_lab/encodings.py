@@ -21,8 +21,8 @@ from torchrope.encodings import (
     parse_encoding,
     register_encoding,
 )
-from torchrope_lab.mistakes import Mistake, as_mistake
-from torchrope_lab.modules import NAME, find_object, load_module, loaded_module, near_name
+from torchrope_lab.mistakes import Mistake, as_mistake, closest, suggestion
+from torchrope_lab.modules import NAME, find_object, load_module, loaded_module
 
 _KINDS: dict[type, tuple[str, ...]] = {
     Encoding: ("num_axes", "num_heads", "head_dim"),
@@ -36,10 +36,7 @@ _KINDS: dict[type, tuple[str, ...]] = {
 def resolve_encoding(name: str) -> Choice:
     """Parse a name of an encoding, in which a class of a loaded module is "mypackage.module:Class"."""
     # For example "learned+mypackage.module:Class", or "mypackage.module:Class:8" for a class that takes a block_size.
-    user_defined = user_defined_parts(name)
-    if not user_defined:
-        _check_colon(name)
-    for module, kind in user_defined:
+    for module, kind in user_defined_parts(name):
         register_encoding(f"{module}:{kind}", _builder(module, kind), exist_ok=True)
     return parse_encoding(name)
 
@@ -69,7 +66,7 @@ def _builder(module: str, name: str) -> Any:
     if kind is None:
         kinds = "Encoding, AbsoluteEncoding or ScoreBias of torchrope.encodings"
         what = "an unrelated class" if isinstance(found, type) else type(found).__name__
-        near = near_name(name, (each for each, value in loaded.items() if _is_encoding(value)))
+        near = suggestion(closest(name, (each for each, value in loaded.items() if _is_encoding(value))))
         raise Mistake(f"{full} must be a subclass of {kinds}, got {what}{near}")
     if inspect.isabstract(found):
         missing = ", ".join(sorted(found.__abstractmethods__))
@@ -83,15 +80,3 @@ def _builder(module: str, name: str) -> Any:
 
 def _is_encoding(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, tuple(_KINDS))
-
-
-def _check_colon(name: str) -> None:
-    """Raise ValueError with a hint for "mypackage.module.Class"."""
-    for part in name.split("+"):
-        if part.strip() in builders():
-            continue
-        module, dot, kind = part.strip().partition(":")[0].rpartition(".")
-        if dot and module and kind:
-            raise Mistake(
-                f"a user-defined encoding is named module:Class, got {part!r}; did you mean '{module}:{kind}'?"
-            )

@@ -6,11 +6,10 @@ nothing and only looks into loaded modules, so that a stored configuration canno
 
 import importlib.util
 import os
-import pkgutil
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -38,7 +37,7 @@ def load_module(name: str, allow: Sequence[str] | None = None) -> None:
         _run_file(module) if module.endswith(".py") else importlib.import_module(module)
     except Exception as error:  # user code may raise anything
         rule = f"user-defined names must be in a module that can be imported, got {module}"
-        raise Mistake(f"{rule}: {_describe_error(error)}{_near_module(module, error)}") from error
+        raise Mistake(f"{rule}: {_describe_error(error)}") from error
     finally:
         if added and here in sys.path:
             sys.path.remove(here)
@@ -57,7 +56,7 @@ def find_object(name: str, what: str, suitable: Callable[[Any], bool]) -> Any:
     module, _, attribute = name.partition(":")
     objects = vars(loaded_module(name))
     if attribute not in objects:
-        near = near_name(attribute, (key for key, value in objects.items() if suitable(value)))
+        near = suggestion(closest(attribute, (key for key, value in objects.items() if suitable(value))))
         raise Mistake(f"{module} has no {what} {attribute}{near}")
     return objects[attribute]
 
@@ -80,27 +79,9 @@ def _run_file(path: str) -> None:
         raise
 
 
-def near_name(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message that suggests a similar name, empty if there is none."""
-    return suggestion(closest(name, known))
-
-
 def _describe_error(error: Exception) -> str:
     """Format an error of a user's module, with the line that raised it."""
     line = traceback.extract_tb(error.__traceback__)[-1]
     raised_by_module = not isinstance(error, SyntaxError) and "importlib" not in line.filename
     location = f" ({os.path.basename(line.filename)}, line {line.lineno})" if raised_by_module else ""
     return f"{type(error).__name__}: {error}{location}"
-
-
-def _near_module(module: str, error: Exception) -> str:
-    """Suggest an existing module that is spelled like the first missing part of a module's name."""
-    missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    if not missing or not f"{module}.".startswith(f"{missing}."):
-        return ""
-    above = missing.rpartition(".")[0]
-    path = getattr(sys.modules.get(above), "__path__", None) if above else None
-    if above and path is None:
-        return ""
-    modules = [f"{above}." * bool(above) + info.name for info in pkgutil.iter_modules(path)]
-    return suggestion(closest(missing, modules, cutoff=0.7))

@@ -131,11 +131,3 @@ def test_rate_is_chosen_on_other_examples_than_results(name: str) -> None:
     if name != "motion":  # of which two clips may be the same
         assert not apart[0] & apart[1]
     assert {*second.labels.tolist()} == {*train.labels.tolist()}
-
-
-def test_tuning_of_data_in_files_is_refused(tmp_path: Path) -> None:
-    from miniatures import MINIATURES
-
-    data = make_data(data_config("images", root=str(MINIATURES["images"](tmp_path)), tuning=True))
-    with pytest.raises(ValueError, match=r"--data\.tuning is for in-memory data"):
-        data.setup()

@@ -11,7 +11,7 @@ from volume_files import rsna_folder
 
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.data_config import data_config
-from torchrope_lab.data.tensors import split_for_tuning
+from torchrope_lab.data.tensors import held_out_for_tuning
 
 pytestmark = pytest.mark.usefixtures("published_miniatures")
 
@@ -157,15 +157,24 @@ def test_folds_that_are_impossible_are_refused(name: str, settings: dict[str, An
         make_data(data_config(name, **settings)).setup()
 
 
+@pytest.mark.parametrize("name", ["images", "cifar10"])
+def test_tuning_holds_out_training_examples_at_every_size(tmp_path: Path, name: str) -> None:
+    usual, data = (
+        make_data(data_config(name, tuning=each, size=16, **settings_of(name, tmp_path))) for each in (False, True)
+    )
+    (whole, _), (train, val) = usual._made_datasets(), data._made_datasets()
+    assert sorted([*labels(train), *labels(val)]) == sorted(labels(whole))
+    larger = data.at_size(20) or data  # None is resampled
+    assert labels(larger._made_datasets()[1]) == labels(val)
+
+
 def test_examples_of_a_group_are_in_the_same_part_for_tuning():
     generator = torch.Generator().manual_seed(0)
     classes = torch.randint(0, 3, (90,), generator=generator)
     groups = torch.randint(0, 30, (90,), generator=generator).tolist()
-    train, held_out = split_for_tuning(classes, 0, groups)
-    assert sorted([*train.tolist(), *held_out.tolist()]) == list(range(90))
-    assert {groups[index] for index in train}.isdisjoint(groups[index] for index in held_out)
-    assert 9 <= len(held_out) <= 36
-    for own, of_groups in zip(split_for_tuning(classes, 0), split_for_tuning(classes, 0, range(90)), strict=True):
-        assert torch.equal(own, of_groups)
+    held_out = held_out_for_tuning(classes, 0, groups)
+    assert {groups[index] for index in held_out.nonzero()}.isdisjoint(groups[index] for index in (~held_out).nonzero())
+    assert 9 <= held_out.sum() <= 36
+    assert torch.equal(held_out_for_tuning(classes, 0), held_out_for_tuning(classes, 0, range(90)))
     with pytest.raises(ValueError, match=r"at least two groups of training examples of each class, got 1 of one$"):
-        split_for_tuning(torch.tensor([0, 0, 0, 1, 1]), 0, "abcdd")
+        held_out_for_tuning(torch.tensor([0, 0, 0, 1, 1]), 0, "abcdd")

@@ -28,14 +28,14 @@ def load(root: Path, name: str = "imagenet", **options):
 
 def test_validation_layouts_give_equal_labels(tmp_path):
     parts = {}
-    for val in ("folders", "kaggle", "devkit"):
+    for val in ("folders", "kaggle"):
         data = load(imagenet(tmp_path / val, val))
         train, parts[val] = data.datasets()
         assert data.classes == WNIDS
         assert {path.split("/")[1]: label for path, label in train.samples} == dict(zip(WNIDS, range(4), strict=True))
     labels = {val: {Path(path).name: label for path, label in part.samples} for val, part in parts.items()}
     truth = {f"ILSVRC2012_val_{n:08d}.JPEG": 3 * (n - 1) % 4 for n in range(1, 13)}
-    assert labels["folders"] == labels["kaggle"] == labels["devkit"] == truth
+    assert labels["folders"] == labels["kaggle"] == truth
 
 
 def test_kaggle_folders_are_found(tmp_path):

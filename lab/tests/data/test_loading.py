@@ -120,7 +120,7 @@ def pixels_of(data: DataModule, indices: list[int], seed: int = 0) -> torch.Tens
     """Training inputs of these indices, back as pixels in [0, 255]."""
     epoch: Any = data.train_dataloader().dataset
     epoch.seed = seed
-    return 255 * (epoch.__getitems__(indices)[0] * epoch.dataset.std + epoch.dataset.mean)
+    return 255 * (epoch.__getitems__(indices)[0] * epoch.dataset.normalise.std + epoch.dataset.normalise.mean)
 
 
 def picture_files(root: Path) -> Path:

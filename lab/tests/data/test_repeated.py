@@ -87,10 +87,11 @@ def test_copies_differ_in_augmentation_at_equal_epoch_length() -> None:
     data = digits(train_size=60, batch_size=60)
     (inputs, labels), *others = data.train_dataloader()
     assert (len(inputs), others) == (60, [])
-    names = data.batch_names([0])
+    [batch] = data.train_dataloader().batch_sampler
+    examples = [example_of(index, 60) for index in batch]
     kinds = set()
-    for name in set(names):
-        first, *copies = (index for index, other in enumerate(names) if other == name)
+    for example in set(examples):
+        first, *copies = (index for index, other in enumerate(examples) if other == example)
         assert len(copies) == 2
         for copy in copies:
             assert labels[copy] == labels[first]

@@ -312,7 +312,7 @@ def test_folds_and_tuning_of_a_source(package: Path, name: str) -> None:
     ("arguments", "message"),
     [
         ("own_data.waves:wave", "--data must be one of|own_data.waves has no function or class wave"),
-        ("own_data.wave:waves", "No module named 'own_data.wave'; did you mean 'own_data.waves'"),
+        ("own_data.wave:waves", "No module named 'own_data.wave'"),
         ("own_data.waves:number", "--data own_data.waves:number must be a function or a class, got int"),
         ("own_data.waves:needs", "parameters must have a default and another name, got length"),
         ("own_data.waves:nothing", "must return a pair .train, val., or train and val by name, got NoneType"),

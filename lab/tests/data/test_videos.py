@@ -241,7 +241,7 @@ def test_folder_of_classes_is_split_and_read(tmp_path):
 def test_clips_are_normalised_with_what_training_videos_measure(tmp_path):
     data = load("videos", video_folder(tmp_path, 3))
     train, _ = data.datasets()
-    centres = ClipSet(train.root, train.samples, data.fixed_clips(), 0).changed(mean=train.mean, std=train.std)
+    centres = ClipSet(train.root, train.samples, data.fixed_clips(), 0).changed(normalise=train.normalise)
     inputs = torch.stack([centres[index][0] for index in range(len(centres))])
     torch.testing.assert_close(inputs.mean((0, 2, 3, 4)), torch.zeros(3), atol=1e-5, rtol=0)
     torch.testing.assert_close(inputs.std((0, 2, 3, 4), correction=0), torch.ones(3), atol=1e-4, rtol=0)

@@ -252,7 +252,7 @@ def test_input_of_the_size_of_the_file_is_the_windowed_file(tmp_path):
     index = [name for name, _ in train.samples].index("0003")
     train.size = (3, ROWS, COLUMNS)
     expected = apply_windows(torch.from_numpy(head(3, True, 3)).float(), [(40, 80), (80, 200), (40, 380)])
-    torch.testing.assert_close(train[index][0], (expected - train.mean) / train.std)
+    torch.testing.assert_close(train[index][0], train.normalise(expected))
 
 
 def test_inputs_are_normalised_with_what_training_volumes_measure(tmp_path):

@@ -120,9 +120,6 @@ def test_frequencies_of_files_are_those_of_their_models(tmp_path: Path, out: Pat
     assert any(
         row["panel"].startswith("rope_mixed.pth (RoPE-Mixed), checkpoint") for row in found["figures"][0]["rows"]
     )
-    beside = kept(fourier.find(lab(out, "liere:8", checkpoint=[str(run.folder)])))
-    states = {row["state"]: row["fit_width"] for row in beside["tables"][0]["rows"]}
-    assert states["checkpoint, 4x4 tokens"] == states["digits, trained"]
 
 
 def test_generators_of_a_run_are_those_of_its_folder_without_their_start(out: Path, run: Trained) -> None:

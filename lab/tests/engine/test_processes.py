@@ -150,7 +150,7 @@ def test_jobs_of_submitit_are_handles(tmp_path, monkeypatch):
     assert "wrong" in started(tmp_path)
 
 
-def as_in_a_process(call: Callable[[], Any]) -> executors.Handle:
+def as_in_a_process(call: Callable[[], Any]) -> Future[Any]:
     handle: Future[Any] = Future()
     handle.set_result(pickle.loads(pickle.dumps(executors.run_in_job(call))))
     return handle

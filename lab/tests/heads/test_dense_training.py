@@ -135,10 +135,10 @@ def test_missing_pycocotools_is_named_in_one_line(
     [
         (dict(window_size=[2]), "window_size is a setting of backbone swin, or of vit with another head"),
         (dict(head="upernet", global_layers=[1]), "global_layers is for a vit with window_size, got"),
-        (dict(head_channels=8), "head_channels is for other heads than classify, got 8"),
+        (dict(head_channels=8), "head_channels is a setting of head upernet and mask2former and dino only, got 8"),
         (dict(head="upernet", head_channels=0), "head_channels must be 1 or more, got 0"),
-        (dict(head="upernet", num_queries=3), "num_queries is a setting of mask2former and dino only, got 3"),
-        (dict(head="dino", head_dropout=0.1), "head_dropout is a setting of upernet only, got 0.1"),
+        (dict(head="upernet", num_queries=3), "num_queries is a setting of head mask2former and dino only, got 3"),
+        (dict(head="dino", head_dropout=0.1), "head_dropout is a setting of head upernet only, got 0.1"),
         (dict(head="yolo"), "head must be one of classify, upernet, mask2former, dino, got"),
     ],
 )

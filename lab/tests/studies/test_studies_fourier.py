@@ -170,20 +170,6 @@ def test_findings_show_a_cross_for_axial(tmp_path: Path, monkeypatch: pytest.Mon
     json.dumps(found.plain())
 
 
-def test_fourier_shows_finished_runs_and_trains_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fourier, "LATTICE", (3, 3))
-    mine = lab(tmp_path, "mixed")
-    monkeypatch.setattr(mine, "train", lambda _: pytest.fail("trained"))
-    assert [row["state"] for row in fourier.find(mine).tables[0].rows] == ["ViT-B, initialisation"]
-    other = lab(tmp_path, "mixed")
-    other.train([other.run("mixed")])
-    rows = fourier.find(mine).tables[0].rows
-    assert [row["state"] for row in rows] == ["ViT-B, initialisation", "digits, initialisation", "digits, trained"]
-    assert rows[1]["tokens"] == 16
-    assert rows[1]["fit_width"] != rows[2]["fit_width"]
-    assert rows[1]["fit_width"] == pytest.approx(rows[2]["fit_width"], rel=0.1)
-
-
 def test_absolute_encoding_without_rotation_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^fourier needs rotary encodings, got learned$"):
         fourier.find(lab(tmp_path, "learned"))

@@ -106,7 +106,7 @@ def val_name(number: int) -> str:
 
 
 def imagenet(folder: Path, val: str = "folders") -> Path:
-    """Folders of classes; validation in folders, or flat with Kaggle's table or the devkit's files."""
+    """Folders of classes; validation in folders, or flat with Kaggle's table."""
     root = imagenet_train(folder)
     truth = [WNIDS[(3 * number) % 4] for number in range(12)]
     for number, wnid in enumerate(truth, start=1):
@@ -117,18 +117,6 @@ def imagenet(folder: Path, val: str = "folders") -> Path:
             table = csv.writer(file)
             table.writerow(["ImageId", "PredictionString"])
             table.writerows(reversed([[val_name(n), f"{w} 1 2 30 40 "] for n, w in enumerate(truth, start=1)]))
-    if val == "devkit":
-        from scipy.io import savemat
-
-        # Numbers of the devkit follow no alphabet; the last synset is no leaf.
-        kind = [("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("num_children", "O")]
-        numbers = {WNIDS[2]: 1, WNIDS[0]: 2, WNIDS[3]: 3, WNIDS[1]: 4}
-        rows = [(number, wnid, wnid, 0) for wnid, number in numbers.items()] + [(5, "n00000000", "all", 4)]
-        devkit = root / "ILSVRC2012_devkit_t12" / "data"
-        devkit.mkdir(parents=True)
-        savemat(devkit / "meta.mat", {"synsets": np.array(rows, dtype=kind)})
-        lines = "".join(f"{numbers[wnid]}\n" for wnid in truth)
-        write(devkit / "ILSVRC2012_validation_ground_truth.txt", lines)
     return root
 
 

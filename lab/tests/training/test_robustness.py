@@ -298,7 +298,9 @@ def test_unreadable_files_are_counted_over_resumed_runs(tmp_path: Path) -> None:
     )
     data = data_of(config)
     data.run_seed = config.seed
-    first, last = data.batch_names([0])[0], data.batch_names([5])[-1]
+    data.setup()
+    drawn = [data._datasets[0].samples[index][0] for index in data.sampler(data._datasets[0], data._seed, 0, 1, 0)]
+    first, last = drawn[0], drawn[-1]
     whole = {name: (root / name).read_bytes() for name in (first, last)}
 
     def die(_: Any) -> None:
@@ -330,21 +332,15 @@ def spoil(value: float) -> Any:
     return lambda batch: batch[0].fill_(value)
 
 
-def test_diverged_error_names_step_examples_and_checkpoint(tmp_path: Path) -> None:
+def test_diverged_error_names_step_and_checkpoint(tmp_path: Path) -> None:
     config = small_run()
     data = data_of(config)
     with pytest.raises(Diverged) as diverged:
         train(config, data, tmp_path, callbacks=[AtBatch(11, spoil(float("nan")))])
     message = str(diverged.value)
     assert "got nan" in message
-    assert "in step 11 (epoch 2, batch 3) on example " in message
-    assert f"the last good checkpoint is {tmp_path}/checkpoint.ckpt" in message
+    assert f"in step 11 (epoch 2, batch 3); the last good checkpoint is {tmp_path}/checkpoint.ckpt" in message
     assert "\n" not in message
-    order = torch.randperm(
-        80, generator=torch.Generator().manual_seed(3 * 1_000_003 + 1)
-    ).tolist()  # as torch's sampler
-    examples = ", ".join(f"example {index}" for index in order[20:28])
-    assert f"on {examples}, ... (10 in all);" in message
     assert all(torch.isfinite(weight).all() for weight in load(tmp_path)[2].model.parameters())
 
 
@@ -362,7 +358,7 @@ def test_loss_guard_stops_above_the_limit_only(tmp_path: Path, monkeypatch: pyte
 def test_diverged_last_step_of_an_epoch_is_not_saved(tmp_path: Path, batch: int) -> None:
     config = small_run()
     spy = AtBatch(batch, spoil(float("nan")))
-    with pytest.raises(Diverged, match=f"in step {batch} .epoch {batch // 8}, batch 8. on example"):
+    with pytest.raises(Diverged, match=f"in step {batch} .epoch {batch // 8}, batch 8.;"):
         train(config, data_of(config), tmp_path, callbacks=[spy])
     assert (tmp_path / "checkpoint.ckpt").exists() == (batch > 8)
     assert len((tmp_path / "curve.csv").read_text().splitlines() if batch > 8 else [0]) == batch // 8
@@ -623,10 +619,7 @@ def test_logs_hold_throughput_and_are_kept_on_resume(tmp_path: Path) -> None:
     rows = [dict(zip(names, line.split(","), strict=True)) for line in lines[1:]]
     steps = [row for row in rows if row["samples_per_second"]]
     assert [int(row["step"]) for row in steps] == [4, 8, 12, 16]
-    for row in steps:
-        rate = float(row["samples_per_second"])
-        assert float(row["tokens_per_second"]) == pytest.approx(4 * rate, rel=1e-3)
-        assert float(row["loss"]) > 0
+    assert all(float(row["loss"]) > 0 for row in steps)
     assert any(row["val_top1"] for row in rows)
     assert list((tmp_path / "logs" / "tensorboard").glob("events.out.tfevents.*"))
     train(config, data_of(config), tmp_path)

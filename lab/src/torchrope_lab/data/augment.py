@@ -15,7 +15,7 @@ from torchrope_lab.data.crops import random_crop
 from torchrope_lab.data.data_config import LIERE, AugmentConfig
 from torchrope_lab.data.draws import Draws, seeded
 from torchrope_lab.data.randaugment import OPERATIONS, apply_by_kind, randaugment, solarize
-from torchrope_lab.data.repeated import example_of
+from torchrope_lab.data.repeated import ReadInBatches, example_of
 
 SOLARISE_FROM = 128
 SIGMAS = 0.1, 2.0
@@ -24,7 +24,7 @@ ATTEMPTS, AREAS, RATIOS = 10, (0.02, 0.33), (0.3, 3.3)
 """Of boxes that are erased: number of draws, range of areas, of an image, and of heights over widths."""
 
 
-class EpochSet(Dataset):
+class EpochSet(ReadInBatches):
     """Apply random augmentation to the training examples of one epoch."""
 
     # Example i depends on `seed` and i only; with Mixup or CutMix, also on the other examples of its batch. Random
@@ -40,13 +40,6 @@ class EpochSet(Dataset):
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
-
-    def __getitem__(self, index: int) -> tuple:
-        if not 0 <= index < len(self):  # stops iteration; indices past the end (repeats) are valid in __getitems__ only
-            raise IndexError(f"an example must be between 0 and {len(self) - 1}, got {index}")
-        inputs, labels, *others = self.__getitems__([index])
-        label = labels[0] if labels.ndim > 1 else int(labels[0])
-        return inputs[0], label, *(other[0] for other in others)
 
     def __getitems__(self, indices: Sequence[int]) -> tuple:
         draws = Draws(self.seed, indices)

@@ -17,13 +17,12 @@ from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.draws import Draws, seeded
 from torchrope_lab.data.faults import Skipping
 from torchrope_lab.data.images import hold_out
-from torchrope_lab.data.repeated import example_of
-from torchrope_lab.data.tensors import Normalise
+from torchrope_lab.data.repeated import ReadInBatches, example_of
+from torchrope_lab.data.tensors import STATISTICS, Normalise
 from torchrope_lab.mistakes import Mistake
 
 IGNORED = 255  # in a map: unlabelled
-MEAN = (0.485, 0.456, 0.406)  # of ImageNet, as in published pretrained backbones
-STD = (0.229, 0.224, 0.225)
+MEAN, STD = STATISTICS["imagenet"]  # as in published pretrained backbones
 TRIES = 10
 LONGEST = 4  # times the shorter side, of validation images with maps
 
@@ -34,7 +33,7 @@ Made = TypeVar("Made", bound="DenseSet")
 Listed = TypeVar("Listed", bound=Sequence[Any])
 
 
-class DenseSet(Dataset, ABC):
+class DenseSet(ReadInBatches, ABC):
     """Images with targets for detection or segmentation; a batch is `(images, targets)`, lists of equal length.
 
     An image is float32 `(channels, height, width)`, normalised; sizes may differ. A target has those of these entries
@@ -66,12 +65,6 @@ class DenseSet(Dataset, ABC):
     @abstractmethod
     def read(self, index: int) -> Example:
         """Read an image as bytes and its target; both use tv_tensors, except for labels, crowd and name."""
-
-    def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < len(self):  # stops iteration; indices past the end (repeats) are valid in __getitems__ only
-            raise IndexError(f"an example must be between 0 and {len(self) - 1}, got {index}")
-        images, targets = self.__getitems__([index])
-        return images[0], targets[0]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[list[Tensor], list[Target]]:
         seeds = Draws(self.seed, indices).seeds("dense")

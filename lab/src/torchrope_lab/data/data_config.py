@@ -182,7 +182,7 @@ class DataConfig(Settings):
             stays that of the original training examples.
         fold: The part, from 0, that is validated; the others are trained on. `compare` and `study` train all.
         tuning: Validate on a held-out fifth of the training examples instead of the validation set, for choosing
-            hyperparameters; for in-memory data only.
+            hyperparameters.
         workers: Processes that load data beside the training; 0 loads in the training process.
         drop_last: Drop the last training batch of an epoch if it is smaller than the others, as DeiT does; with
             `run.compile` all steps then have the same shapes.

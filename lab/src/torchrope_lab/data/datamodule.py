@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
@@ -23,8 +23,8 @@ from torchrope_lab.data.draws import Draws
 from torchrope_lab.data.faults import Fault, Skipping
 from torchrope_lab.data.loading import Loader, ResumedSampler, SizedBatches
 from torchrope_lab.data.mixed_sizes import MixedSizes, Resampled, Size
-from torchrope_lab.data.repeated import Repeated, example_of
-from torchrope_lab.data.tensors import TensorSet, folds_of, split_for_tuning
+from torchrope_lab.data.repeated import Repeated
+from torchrope_lab.data.tensors import TensorSet, folds_of, held_out_for_tuning
 from torchrope_lab.mistakes import Mistake
 
 HASHED = 100
@@ -138,9 +138,7 @@ class DataModule(pl.LightningDataModule, ABC):
             rule = "--data.folds is for data that is not generated (use --data.val_size for more validation examples)"
             raise Mistake(f"{rule}, got --data {self.name}")
         self._unfolded = self._unfolded or self.datasets()
-        if not all(hasattr(part, "with_examples") for part in self._unfolded):
-            rule = "--data.folds is for classification"
-            raise Mistake(f"{rule}, got --data {self.name}")
+        self._check_divisible("folds", self._unfolded)
         labels = torch.tensor([label for part in self._unfolded for label in _labels_of(part)])
         assert self.config.folds is not None
         return folds_of(labels, self.config.folds, self.config.split_seed, self.groups(*self._unfolded))
@@ -264,16 +262,6 @@ class DataModule(pl.LightningDataModule, ABC):
         sampler.set_epoch(epoch)
         return sampler
 
-    def batch_names(self, batches: Iterable[int]) -> list[str]:
-        """Return the training examples in batches of this epoch and process: file names, else indices."""
-        train, _ = self._made_datasets()
-        size = self.config.batch_size
-        order = list(self._train_order(train, *self._position_in_training()))
-        drawn = (index for batch in batches for index in order[batch * size : (batch + 1) * size])
-        chosen = [example_of(index, len(train)) for index in drawn]  # type: ignore[arg-type]
-        files = getattr(train, "samples", None)
-        return [f"example {index}" if files is None else str(files[index][0]) for index in chosen]
-
     def _examples(self, size: Size, seed: int) -> Dataset:
         """Return the augmented training examples of an epoch, resampled to a size."""
         trained = tuple(self.input_size)
@@ -347,29 +335,33 @@ class DataModule(pl.LightningDataModule, ABC):
                 self._datasets = self._folded()
             else:
                 train, val = self.datasets()
-                self._datasets = self.tuned(train, val) if self.config.tuning else (train, val)
+                self._datasets = self._tuned(train, val) if self.config.tuning else (train, val)
         return self._datasets
 
     def _folded(self) -> tuple[Dataset, Dataset]:
         """Return the other folds, read as training examples, and the held-out one, read as validation examples."""
         held_out = self.fold_of_examples == self.config.fold
         assert self._unfolded is not None
-        train, val = self._unfolded
-        if isinstance(val, TensorSet):
-            self.other_sizes = "resampled"  # `at_size` reads the original validation examples
-        return (
-            train.with_examples([train, val], (~held_out).nonzero()[:, 0]),
-            val.with_examples([train, val], held_out.nonzero()[:, 0]),
-        )
+        return self._divided(self._unfolded, self._unfolded, ~held_out, held_out)
 
-    def tuned(self, train: Any, val: Dataset) -> tuple[Dataset, Dataset]:
-        """Split the training examples into a training and a held-out part, for `tuning`, by `groups` as for folds."""
-        if not hasattr(train, "part"):
-            raise Mistake(f"--data.tuning is for in-memory data without crops, got --data {self.name}")
+    def _tuned(self, train: Any, val: Any) -> tuple[Dataset, Dataset]:
+        """Hold out a part of the training examples, for `tuning`, by `groups` as for folds."""
+        self._check_divisible("tuning", (train, val))
         groups = self.groups(train, val)
         of_train = None if groups is None else groups[: len(train)]
-        first, second = split_for_tuning(train.labels, self.config.split_seed, of_train)
-        return train.part(first), train.part(second)
+        held_out = held_out_for_tuning(torch.tensor(_labels_of(train)), self.config.split_seed, of_train)
+        return self._divided((train, val), (train,), ~held_out, held_out)
+
+    def _check_divisible(self, setting: str, parts: Sequence[Dataset]) -> None:
+        if not all(hasattr(part, "with_examples") for part in parts):
+            raise Mistake(f"--data.{setting} is for classification, got --data {self.name}")
+
+    def _divided(self, parts: Sequence[Any], sets: Sequence[Any], first: Tensor, second: Tensor) -> tuple[Any, Any]:
+        """Return examples of sets, read as training examples, and others of them, read as validation examples."""
+        train, val = parts
+        if isinstance(val, TensorSet):
+            self.other_sizes = "resampled"  # `at_size` reads the original validation examples
+        return train.with_examples(sets, first.nonzero()[:, 0]), val.with_examples(sets, second.nonzero()[:, 0])
 
 
 def _labels_of(part: Any) -> Sequence[int]:

@@ -1,7 +1,6 @@
 """ImageNet-1k, from class folders or tar shards."""
 
 import csv
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,13 +24,12 @@ from torchrope_lab.data.tensors import balanced_subset
 from torchrope_lab.mistakes import Mistake
 
 LAYOUT = (
-    "train/<class>/* with val/<class>/*, with LOC_val_solution.csv or with the devkit's "
-    "ILSVRC2012_validation_ground_truth.txt and meta.mat; or *train*.tar with *val*.tar, of jpg and cls"
+    "train/<class>/* with val/<class>/*, or with val/* and LOC_val_solution.csv; or *train*.tar with *val*.tar, of jpg "
+    "and cls"
 )
 SOURCE = "image-net.org or kaggle.com/c/imagenet-object-localization-challenge"
 KAGGLE_FOLDER = Path("ILSVRC/Data/CLS-LOC")
-DEVKIT_FOLDERS = (Path(), Path("data"), Path("ILSVRC2012_devkit_t12/data"))
-GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
+SOLUTION = "LOC_val_solution.csv"
 
 
 class ImageNet(CroppedImages):
@@ -127,41 +125,19 @@ def list_validation(root: Path, folder: Path, classes: Sequence[str]) -> list[Sa
         return list_samples(root, folder, classes)
     files = [root / path for path in files_below(folder, root, IMG_EXTENSIONS)]
     labels = {name: label for label, name in enumerate(classes)}
-    classes_of, source = validation_classes(root, folder, [path.name for path in files])
+    classes_of = validation_classes(root, folder)
     for path in files:
         if classes_of.get(path.stem) not in labels:
-            raise Mistake(
-                f"{source} must give a class of train to every image of val, "
-                f"got {classes_of.get(path.stem)!r} for {path.name}"
-            )
+            rule = f"{SOLUTION} must give a class of train to every image of val"
+            raise Mistake(f"{rule}, got {classes_of.get(path.stem)!r} for {path.name}")
     return [(path.relative_to(root).as_posix(), labels[classes_of[path.stem]]) for path in files]
 
 
-def validation_classes(root: Path, folder: Path, files: Sequence[str]) -> tuple[dict[str, str], str]:
-    """Return the class of each image, by file name without extension, and the name of the list that gives it."""
-    solution = "LOC_val_solution.csv"
+def validation_classes(root: Path, folder: Path) -> dict[str, str]:
+    """Return the class of each image, by file name without extension, from Kaggle's list."""
     for parent in (root, folder, folder.parent):
-        if (parent / solution).is_file():
-            with (parent / solution).open(newline="") as file:
+        if (parent / SOLUTION).is_file():
+            with (parent / SOLUTION).open(newline="") as file:
                 rows = [row for row in csv.reader(file) if len(row) > 1]
-            return {row[0]: row[1].split()[0] for row in rows[1:] if row[1].split()}, solution
-    for devkit in (root / below for below in DEVKIT_FOLDERS):
-        if (devkit / GROUND_TRUTH).is_file() and (devkit / "meta.mat").is_file():
-            return ground_truth(devkit, files), GROUND_TRUTH
-    lists = f"{solution} or {GROUND_TRUTH} with meta.mat"
-    raise Mistake(f"val must have class folders, or {str(root)!r} must hold {lists}, got neither")
-
-
-def ground_truth(devkit: Path, files: Sequence[str]) -> dict[str, str]:
-    """Read the class of each image: line n is the class number of ILSVRC2012_val_n, meta.mat maps it to a synset."""
-    from scipy.io import loadmat
-
-    synsets = loadmat(str(devkit / "meta.mat"), squeeze_me=True)["synsets"]
-    by_number = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets}
-    lines = (devkit / GROUND_TRUTH).read_text().split()
-    numbered = {Path(name).stem: re.search(r"(\d+)$", Path(name).stem) for name in files}
-    return {
-        stem: by_number.get(int(lines[int(found[1]) - 1]), "")
-        for stem, found in numbered.items()
-        if found is not None and 1 <= int(found[1]) <= len(lines)
-    }
+            return {row[0]: row[1].split()[0] for row in rows[1:] if row[1].split()}
+    raise Mistake(f"val must have class folders, or {str(root)!r} must hold {SOLUTION}, got neither")

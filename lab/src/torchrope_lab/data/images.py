@@ -140,7 +140,7 @@ class CroppedImages(DataModule):
     def _normalised(self, train: ImageSet, val: ImageSet) -> tuple[ImageSet, ImageSet]:
         centred = train.viewed(self._centre(self.config.size))
         normalise = normalisation(self.config.normalise, centred.statistics)
-        return train.changed(**vars(normalise)), val.changed(**vars(normalise))
+        return train.changed(normalise=normalise), val.changed(normalise=normalise)
 
     def _centre(self, size: int) -> CropTransform:
         return centre(size, self.config.crop_ratio, self.interpolation)

@@ -1,8 +1,10 @@
-"""Repeated augmentation: a sampler that draws each example several times per step of the optimiser."""
+"""Repeated augmentation: a sampler that draws each example several times per step, and sets that read batches."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from torch.utils.data import Sampler
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
 
 
 class Repeated(Sampler[int]):
@@ -51,3 +53,18 @@ class Repeated(Sampler[int]):
 def example_of(index: int, size: int) -> int:
     """Return the example of an index of `Repeated`; indices with the same example are copies."""
     return index % size
+
+
+class ReadInBatches(Dataset):
+    """Base class of sets that define `__len__` and `__getitems__`; an example is a batch of one."""
+
+    def __getitem__(self, index: int) -> tuple:
+        if not 0 <= index < len(self):  # type: ignore[arg-type]  # stops iteration; only `__getitems__` takes repeats
+            raise IndexError(f"an example must be between 0 and {len(self) - 1}, got {index}")  # type: ignore[arg-type]
+        inputs, labels, *others = self.__getitems__([index])
+        label: Any = int(labels[0]) if isinstance(labels, Tensor) and labels.ndim == 1 else labels[0]
+        return inputs[0], label, *(other[0] for other in others)
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple:
+        """Return a batch."""
+        raise NotImplementedError

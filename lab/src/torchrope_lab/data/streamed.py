@@ -30,9 +30,7 @@ class StreamedSet(Dataset, ABC):
 
     def __init__(self, samples: Sequence[tuple[str, int]], max_skipped: int, kind: str) -> None:
         self.samples = list(samples)
-        self.mean = torch.zeros(())
-        self.std = torch.ones(())
-        self.normalises = True
+        self.normalise: Normalise | None = Normalise(torch.zeros(()), torch.ones(()))
         self._enlarged = torch.zeros(len(samples), dtype=torch.bool).share_memory_()  # shared by the loading processes
         self.reading = Skipping([name for name, _ in self.samples], self.sample, max_skipped, kind)
 
@@ -68,22 +66,16 @@ class StreamedSet(Dataset, ABC):
     def cropped(self, decoded: Any, *others: Any) -> tuple:
         """Return a sample of the set's size from a decoded one."""
         inputs = self.to_size(decoded)
-        return self.normalise(inputs) if self.normalises else inputs, *others
+        return inputs if self.normalise is None else self.normalise(inputs), *others
 
     def sample(self, index: int) -> tuple:
         """Decode a sample and return it with its label; raises if it is unreadable."""
         return self.load(index), self.samples[index][1]
 
-    def normalise(self, inputs: Tensor) -> Tensor:
-        """Compute (x - mean) / std, where bytes are first divided by 255."""
-        if inputs.dtype == torch.uint8:
-            return Normalise(self.mean, self.std)(inputs)
-        return (inputs - self.mean) / self.std
-
     @property
     def raw(self: Streamed) -> Streamed:
         """The same samples before normalisation."""
-        return self.changed(normalises=False)
+        return self.changed(normalise=None)
 
     @property
     def enlarged(self) -> int:

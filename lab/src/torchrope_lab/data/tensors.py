@@ -5,8 +5,8 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
+from torchrope_lab.data.repeated import ReadInBatches
 from torchrope_lab.mistakes import Mistake
 
 STATISTICS = {
@@ -21,18 +21,20 @@ TUNING_PARTS = 5
 
 
 class Normalise:
-    """Compute (x / 255 - mean) / std per channel of uint8 inputs; mean and std of x / 255 are `(channels, 1, ...)`."""
+    """Compute (x - mean) / std per channel, of bytes x / 255; mean and std are `(channels, 1, ...)`."""
 
     def __init__(self, mean: Tensor, std: Tensor) -> None:
         self.mean = mean
         self.std = std
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Normalise uint8 `(..., channels, *sizes)` to float32."""
+        """Normalise `(..., channels, *sizes)` to float32."""
+        if inputs.dtype != torch.uint8:
+            return (inputs - self.mean) / self.std
         return inputs.to(torch.float32).mul_(1 / 255).sub_(self.mean).div_(self.std)
 
 
-class TensorSet(Dataset):
+class TensorSet(ReadInBatches):
     """Inputs, float32 or uint8 with `normalise`, and int64 labels in memory, indexed by example or by batch."""
 
     def __init__(self, inputs: Tensor, labels: Tensor, normalise: Normalise | None = None) -> None:
@@ -43,10 +45,6 @@ class TensorSet(Dataset):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        inputs, labels = self.__getitems__([index])
-        return inputs[0], int(labels[0])
-
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         chosen = torch.as_tensor(indices)
         inputs = self.inputs[chosen]
@@ -56,10 +54,6 @@ class TensorSet(Dataset):
     def raw(self) -> "TensorSet":
         """The same examples before normalisation."""
         return TensorSet(self.inputs, self.labels)
-
-    def part(self, indices: Tensor) -> "TensorSet":
-        """Return the subset with the given indices."""
-        return self.with_examples([self], indices)
 
     def with_examples(self, sets: Sequence["TensorSet"], indices: Tensor) -> "TensorSet":
         """Return examples of several sets, numbered consecutively, with the normalisation of this one."""
@@ -122,8 +116,8 @@ def balanced_subset(labels: Tensor, size: int | None, seed: int, name: str) -> T
     return order[ranks.argsort(stable=True)[:size]].sort().values
 
 
-def split_for_tuning(labels: Tensor, seed: int, groups: Sequence[Hashable] | None = None) -> tuple[Tensor, Tensor]:
-    """Hold out a fifth of each class; returns the indices of the other examples, then of those held out."""
+def held_out_for_tuning(labels: Tensor, seed: int, groups: Sequence[Hashable] | None = None) -> Tensor:
+    """Choose a fifth of each class: bool `(examples,)`, True for those held out."""
     # Examples of one group are in the same part, as a fifth of the groups of each class is held out by the label of
     # their first example.
     members = range(len(labels)) if groups is None else groups
@@ -137,8 +131,7 @@ def split_for_tuning(labels: Tensor, seed: int, groups: Sequence[Hashable] | Non
     order = torch.randperm(len(chosen), generator=torch.Generator().manual_seed(seed))
     held_out = torch.zeros(len(chosen), dtype=torch.bool)
     held_out[order] = _rank_within_class(chosen[order]) < (chosen.bincount()[chosen[order]] / TUNING_PARTS).ceil()
-    held_out = held_out[[number_of[member] for member in members]]
-    return (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
+    return held_out[[number_of[member] for member in members]]
 
 
 def folds_of(labels: Tensor, folds: int, seed: int, groups: Sequence[Hashable] | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from torchrope_lab.data.data_config import AugmentConfig
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.draws import Draws
 from torchrope_lab.data.images import Sample, select_examples
-from torchrope_lab.data.repeated import example_of
+from torchrope_lab.data.repeated import ReadInBatches, example_of
 from torchrope_lab.mistakes import Mistake
 
 VECTORS = ("n", "v")
@@ -99,7 +99,7 @@ def measure_tokens(
 
 
 @dataclass(eq=False)
-class CloudSet(Dataset):
+class CloudSet(ReadInBatches):
     """Point sets in memory; a batch is `(examples, n, channels + axes)`, padded to its largest number of points n."""
 
     clouds: Sequence[Cloud]
@@ -117,12 +117,6 @@ class CloudSet(Dataset):
     def __len__(self) -> int:
         return len(self.clouds)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        if not 0 <= index < len(self):  # stops iteration; indices past the end (repeats) are valid in __getitems__ only
-            raise IndexError(f"an example must be between 0 and {len(self) - 1}, got {index}")
-        inputs, labels = self.__getitems__([index])
-        return inputs[0], int(labels[0])
-
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         draws, examples = Draws(self.seed, indices), [example_of(index, len(self)) for index in indices]
         clouds = [self._subsampled(self.clouds[index], drawn) for index, drawn in zip(examples, indices, strict=True)]
@@ -138,10 +132,6 @@ class CloudSet(Dataset):
         """Yield positions and features of an example."""
         cloud = self.clouds[index]
         yield from (tensor.contiguous().numpy().tobytes() for tensor in (cloud.positions, cloud.features))
-
-    def part(self, indices: Tensor) -> "CloudSet":
-        """Return the subset with the given indices."""
-        return self.with_examples([self], indices)
 
     def with_examples(self, sets: Sequence["CloudSet"], indices: Tensor) -> "CloudSet":
         """Return examples of several sets, numbered consecutively."""

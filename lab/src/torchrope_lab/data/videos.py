@@ -35,7 +35,7 @@ from torchrope_lab.data.images import (
     split_parts,
 )
 from torchrope_lab.data.streamed import StreamedSet
-from torchrope_lab.data.tensors import normalisation
+from torchrope_lab.data.tensors import Normalise, normalisation
 from torchrope_lab.mistakes import Mistake
 
 CROP_SCALE = (0.08, 1.0)
@@ -179,10 +179,10 @@ class Videos(DataModule):
         self.describe(len(train) + len(val))
         centred, val_set = (ClipSet(self.root, part, self.fixed_clips(), config.max_skipped) for part in (train, val))
         normalise = normalisation(config.normalise, centred.statistics)
-        mean, std = (value.view(3, 1, 1, 1) for value in (normalise.mean, normalise.std))
+        normalise = Normalise(*(value.view(3, 1, 1, 1) for value in vars(normalise).values()))
         crop = random_crop(config.augment, config.size, CROP_SCALE)
         clips = RandomClip(config.frames, config.frame_stride, crop, self.cache)
-        return centred.changed(read=clips, mean=mean, std=std), val_set.changed(mean=mean, std=std)
+        return centred.changed(read=clips, normalise=normalise), val_set.changed(normalise=normalise)
 
     def fixed_clips(self, views: tuple[int, int] = (1, 1)) -> FixedClips:
         """Return the reader of the clips of validation."""

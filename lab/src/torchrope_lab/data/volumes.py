@@ -35,6 +35,7 @@ from torchrope_lab.data.images import (
 )
 from torchrope_lab.data.streamed import StreamedSet
 from torchrope_lab.data.table_files import Columns, read_csv
+from torchrope_lab.data.tensors import Normalise
 from torchrope_lab.data.transforms import resize
 from torchrope_lab.mistakes import Mistake
 
@@ -280,8 +281,8 @@ class Volumes(DataModule):
             )
             for part in (train, val)
         )
-        mean, std = train_set.statistics()
-        return train_set.changed(mean=mean, std=std), val_set.changed(mean=mean, std=std)
+        normalise = Normalise(*train_set.statistics())
+        return train_set.changed(normalise=normalise), val_set.changed(normalise=normalise)
 
     def _warn_enlarged(self, shapes: Sequence[Sequence[int]]) -> None:
         """Warn if an input has more than twice the voxels of the median volume."""

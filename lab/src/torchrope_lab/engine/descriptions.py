@@ -11,7 +11,7 @@ from torch import nn
 
 from torchrope.encodings import BUILT_IN, Encoding, builders, built_class, takes
 from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.encodings import resolve_encoding, user_defined_parts
+from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.results import DataFacts
 from torchrope_lab.statistics import constant_accuracy
 
@@ -178,26 +178,10 @@ def describe_skipped(faults: Mapping[str, str]) -> list[str]:
 
 
 def label(encoding: str) -> str:
-    """Return the display name of an encoding; nothing is imported, a class that is not loaded has its name."""
-    parts = [part.strip() for part in encoding.split("+")]
-    try:
-        known = named_parts(encoding)
-    except ValueError:
-        if not user_defined_parts(encoding):
-            raise
-        return " + ".join(_label_of_name(part) for part in parts)
-    return " + ".join(description_of(part).title for part in known) + _blocks(encoding)
-
-
-def _label_of_name(part: str) -> str:
-    """Return the display name of one part of an encoding's name, by its class name if it is user-defined."""
-    user_defined = user_defined_parts(part)
-    return f"{user_defined[0][1]}{_blocks(part)}" if user_defined else label(part)
-
-
-def _blocks(encoding: str) -> str:
+    """Return the display name of an encoding."""
     block = encoding.rpartition(":")[2]
-    return f", blocks of {block}" if block.isdecimal() else ""
+    sized = f", blocks of {block}" if block.isdecimal() else ""
+    return " + ".join(description_of(part).title for part in named_parts(encoding)) + sized
 
 
 def label_of(model: nn.Module, rotary: Encoding | None) -> str:

@@ -33,9 +33,7 @@ def print_plan(lab: "Lab", jobs: Sequence[Job], unfinished: Sequence[Job], work:
         begun = f"{done} of {epochs} epochs done" if done < epochs else "trained, to be measured"
         lab.console.print(f"{job.run} ({job.run.key}): {begun if job in unfinished else 'finished'}", highlight=False)
     seconds = _seconds_left(lab, jobs, unfinished, work)
-    minutes = (
-        "time unknown" if seconds is None else f"about {ceil(seconds / 60)} minutes {work.left}".removesuffix(" left")
-    )
+    minutes = "time unknown" if seconds is None else f"about {ceil(seconds / 60)} minutes {work.left}"
     lab.console.print(f"runs to train or measure: {len(unfinished)} of {len(jobs)}, {minutes}", highlight=False)
     if further and unfinished:
         lab.console.print("further runs follow these and are not estimated", highlight=False)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -26,19 +26,6 @@ Item = TypeVar("Item")
 GRACE_SECONDS = 30.0
 """Time in which a stopped call may save, between SIGTERM and SIGKILL."""
 POLL_SECONDS = 1.0
-
-
-class Handle(Protocol):
-    """A submitted call: a future, or a job of submitit."""
-
-    def done(self) -> bool:
-        """Whether it has ended."""
-
-    def result(self) -> Any:
-        """Return its result, or `Failure`."""
-
-    def cancel(self) -> object:
-        """Stop it, or do not start it."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +116,7 @@ def run_all(
     on_poll: Callable[[Sequence[Item]], None] = lambda _: None,
 ) -> None:
     """Pass each call's subject and result to `on_result`; an error or a signal cancels calls that have not ended."""
+    # `handles` are futures, or jobs of submitit, which have the same methods.
     left = dict(handles)
     try:
         while left:
@@ -153,7 +141,7 @@ def _death(process: Any, name: str) -> BaseException:
     return ChildProcessError(f"the process of {name} must not be killed before its end, got {killed}")
 
 
-def result_of(handle: Handle) -> Any:
+def result_of(handle: Any) -> Any:
     """Return the result of a call, or raise its error: a user's mistake as ValueError, a bug with its traceback."""
     result = handle.result()
     if isinstance(result, Failure):

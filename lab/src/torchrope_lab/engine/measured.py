@@ -14,18 +14,15 @@ from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import load_modules
 from torchrope_lab.engine.folds import groups_of_folds, in_order, pooled
 from torchrope_lab.engine.provenance import machine
-from torchrope_lab.engine.runs import Measure, Trained, measure_file
+from torchrope_lab.engine.runs import Measure, Trained
 from torchrope_lab.engine.study import Lab
 from torchrope_lab.engine.workers import data_of, here, run_calls
 from torchrope_lab.files import read_mapping
-from torchrope_lab.mistakes import Mistake
 from torchrope_lab.results import write_json
 from torchrope_lab.settings.run_config import ModelConfig
-from torchrope_lab.training.cost import STEPS, measure_costs
+from torchrope_lab.training.cost import measure_costs
 from torchrope_lab.training.evaluate import cache_suffix, correct_at, correct_shuffled
 from torchrope_lab.training.models import Model, build_for_costs
-from torchrope_lab.training.progress import as_clock
-from torchrope_lab.training.watch import BACKWARD_AND_FORWARD
 
 
 @dataclass(frozen=True)
@@ -37,22 +34,16 @@ class Measured:
     sizes: dict[tuple[int, ...], np.ndarray]
 
 
-def robustness(data: DataModule, scales: Sequence[float], passes: float = 0.0) -> Measure:
+def robustness(data: DataModule, scales: Sequence[float]) -> Measure:
     """Return the measure of answers with shuffled patches or positions, and at multiples of the training size."""
     name = f"shuffled-and-scales-{'-'.join(f'{scale:g}' for scale in scales)}{cache_suffix(data)}"
-    return Measure(name, partial(_evaluate, scales=scales), passes)
+    return Measure(name, partial(_evaluate, scales=scales))
 
 
 def read_robustness(trained: Trained, measure: Measure) -> Measured:
     """Read a run's `robustness`."""
     stored = trained.measured(measure.name)
-    try:
-        sizes = {tuple(size): _bits(right, len(trained.labels)) for size, right in stored["sizes"]}
-        return Measured(trained, _bits(stored["shuffled"], len(trained.labels)), sizes)
-    except (KeyError, TypeError, ValueError):
-        rule = "a measure must contain the answers on every example, shuffled and at other sizes"
-        file = measure_file(trained.folder, measure.name)
-        raise Mistake(f"{rule}, got {file} with missing or invalid entries; delete it to measure again") from None
+    return Measured(trained, _bits(stored["shuffled"]), {tuple(size): _bits(right) for size, right in stored["sizes"]})
 
 
 def pooled_measures(measured: Sequence[Measured], data: DataModule) -> list[Measured]:
@@ -81,9 +72,7 @@ def _text(right: Sequence[bool]) -> str:
     return "".join("1" if each else "0" for each in right)
 
 
-def _bits(text: str, examples: int) -> np.ndarray:
-    if len(text) != examples:
-        raise Mistake(f"text must have one character per example, got {len(text)} for {examples}")
+def _bits(text: str) -> np.ndarray:
     return np.array([sign == "1" for sign in text], dtype=float)
 
 
@@ -93,31 +82,17 @@ def known_costs(file: Path, names: Sequence[str], *, precision: str, anywhere: b
     stored = read_mapping(file, "costs") if file.exists() else {}
     if stored.get("torch") != torch.__version__ or not (anywhere or stored.get("machine") == machine()):
         return None
-    if stored.get("precision", "float32") != precision:
-        return None
-    costs = stored.get("costs")
-    if not isinstance(costs, dict):
-        return None
-    return costs if all(isinstance(costs.get(name), dict) and "seconds" in costs[name] for name in names) else None
-
-
-def _known(lab: Lab, names: Sequence[str], file: Path) -> dict[str, Any] | None:
-    return known_costs(file, names, precision=lab.config.run.precision, anywhere=lab.config.slurm is not None)
-
-
-def work_of_costs(lab: Lab, names: Sequence[str], file: Path) -> float:
-    """Estimate the work of `costs_of`, in forward passes of one example."""
-    known = _known(lab, names, file)
-    return 0.0 if known else BACKWARD_AND_FORWARD * lab.config.data.batch_size * STEPS * len(names)
+    costs = stored["costs"] if stored.get("precision", "float32") == precision else {}
+    return costs if {*names} <= {*costs} else None
 
 
 def costs_of(lab: Lab, names: Sequence[str], file: Path) -> dict[str, Any]:
     """Measure the costs of a training step with each encoding in one job, or read them if they are stored."""
-    known = _known(lab, names, file)
+    on_cluster = lab.config.slurm is not None
+    known = known_costs(file, names, precision=lab.config.run.precision, anywhere=on_cluster)
     if known is not None:
         return known
-    left = "" if lab.seconds_left is None else f"  (about {as_clock(lab.seconds_left)} left)"
-    line = f"measuring the costs of a training step of {len(names)} models{left}"
+    line = f"measuring the costs of a training step of {len(names)} models"
     lab.console.print(line, highlight=False, soft_wrap=True)
     data = lab.data if here(lab.config) else None
     call = partial(_measure_costs, tuple(names), lab.config.model, lab.config.data, data, lab.config.run.precision)

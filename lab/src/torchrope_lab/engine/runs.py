@@ -42,7 +42,6 @@ class Measure:
 
     name: str  # identifies the measure and its settings
     compute: Callable[[Any, DataModule], dict[str, Any]]  # returns JSON's types, changes nothing, can be pickled
-    passes: float = 0.0  # its work in passes over the validation set, for the estimate of the time left
     data: DataConfig | None = None  # to measure on; by default those that the run is trained on
 
 

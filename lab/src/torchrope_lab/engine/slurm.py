@@ -21,8 +21,6 @@ def slurm_executor(logs: Path, options: dict[str, Any], parallel: int | None = N
         raise Mistake("Slurm not found (no srun); --parallel N runs the jobs on this machine") from None
     valid = sorted(set(executor._valid_parameters()) - {"additional_parameters", "array_parallelism"})
     unknown = [name for name in options if name not in valid]
-    if "array_parallelism" in options:
-        raise Mistake(f"--parallel limits the jobs at a time, got array_parallelism={options['array_parallelism']}")
     if unknown:
         raise Mistake(f"--slurm options are {', '.join(valid)}, got {unknown[0]!r}")
     notice = options.pop("signal_delay_s", 120)  # seconds before the time limit

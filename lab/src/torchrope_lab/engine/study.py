@@ -55,7 +55,6 @@ class Lab:
         seeds: 0, 1, ...
         skipped: Files that the runs could not read, with the reason.
         trained: Provenance of the runs, by key.
-        seconds_left: Estimated time of the work after training; None if nothing was trained.
         left_out: What was asked for and is left out, with the reason.
     """
 
@@ -70,7 +69,6 @@ class Lab:
         self.store = Store(Path(config.out) / "runs")
         self.skipped: dict[str, str] = {}
         self.trained: dict[str, dict[str, Any]] = {}
-        self.seconds_left: float | None = None
         self.dry_run = dry_run
         self.left_out: dict[str, None] = {}
 
@@ -125,7 +123,6 @@ class Lab:
         measures: MeasuresOf = lambda _: (),
         on_finished: Callable[[Trained], None] = lambda _: None,
         *,
-        afterwards: float | None = None,
         further: bool = False,
     ) -> list[Trained]:
         """Train the runs that no study has finished yet, each once per fold of the data, and measure where they train.
@@ -135,8 +132,6 @@ class Lab:
             measures: Returns what is measured of each of these runs, read by `Trained.measured`.
             on_finished: Called with each of these runs, or each of its folds, when it is finished, immediately for
                 finished ones.
-            afterwards: Work after training, in forward passes of one example; by default unknown, and the estimate
-                covers the training only.
             further: Whether the study trains further runs after these, which a dry run says.
 
         Returns:
@@ -169,7 +164,7 @@ class Lab:
                 unfinished[job.run.key] = job
             elif job.run.key in requested and not self.dry_run:
                 on_finished(earlier)
-        work = self._workload([*unfinished.values()], afterwards)
+        work = self._workload()
         if self.dry_run:
             print_plan(self, jobs, [*unfinished.values()], work, further)
             if unfinished:
@@ -185,24 +180,21 @@ class Lab:
                 for of_round in rounds:
                     if waiting := [job for job in of_round if job.run.key in unfinished]:
                         run_jobs(waiting, self.store, self.data, self.config, progress, on_run)
-            self.seconds_left = progress.seconds_left()
         trained = [self.store.get(run) for run in runs]
         for each in trained:
             self.skipped |= each.skipped
             self.trained[each.run.key] = each.provenance
         return pooled(trained, self.data)
 
-    def _workload(self, jobs: Sequence[Job], afterwards: float | None) -> Workload:
+    def _workload(self) -> Workload:
         """Estimate the work of runs on the study's data; on a cluster the number of processes is unknown."""
         train, val = self.data.counts
         predicts = self.config.model.task == "classify"  # a classifier's run stores its predictions
-        passes = max((sum(measure.passes for measure in job.measures) for job in jobs), default=0.0)
         return Workload(
             epoch=BACKWARD_AND_FORWARD * train + val,
-            evaluation=(passes + (self.data.views if predicts else 0)) * val,
-            afterwards=afterwards or 0.0,
+            evaluation=self.data.views * val if predicts else 0,
             processes=1 if self.config.slurm else self.config.parallel or 1,
-            left="machine time" if self.config.slurm else "left" if afterwards is not None else "to train",
+            left="machine time" if self.config.slurm else "to train",
         )
 
     def blueprint(self, run: Run) -> Model:

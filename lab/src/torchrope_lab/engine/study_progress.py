@@ -25,9 +25,8 @@ class Workload:
 
     epoch: float  # of a run, with its validation
     evaluation: float = 0.0  # after the epochs of each run
-    afterwards: float = 0.0  # after all runs
     processes: int = 1  # runs that train at the same time
-    left: str = "left"  # text after an estimate: "left" if it covers all work, otherwise what it covers
+    left: str = "to train"  # text after an estimate
 
 
 class StudyProgress(AbstractContextManager):
@@ -44,7 +43,7 @@ class StudyProgress(AbstractContextManager):
         self.epochs = {run.kind: Part() for run, _ in runs}
         for run, _ in runs:
             self.epochs[run.kind].left += work.epoch * self.epochs_left[run.key]
-        self.evaluation, self.afterwards = Part(work.evaluation * len(runs)), Part(work.afterwards)
+        self.evaluation = Part(work.evaluation * len(runs))
         self.started = time.monotonic()
         self.display = Display(console, sum(self.epochs_left.values()), work.left)
 
@@ -95,7 +94,7 @@ class StudyProgress(AbstractContextManager):
         """Estimate the time left; None before an epoch has been timed in this start."""
         for part in (*self.epochs.values(), self.evaluation):
             part.processes = max(1, min(self.work.processes, len(self.epochs_left)))
-        return seconds_left([*self.epochs.values(), self.evaluation, self.afterwards])
+        return seconds_left([*self.epochs.values(), self.evaluation])
 
     @property
     def ended(self) -> int:

@@ -64,9 +64,6 @@ class DINO(DenseModel):
             of an image: denoising_queries // n, at least one, where n is the largest number of objects in an image of
             the batch. 0 disables denoising.
         label_noise: Twice the fraction of noised objects that get a random label.
-        box_noise: Largest shift of an edge for queries with less noise, in halves of the box's extent; for those with
-            more, shifts are from this to twice as large.
-        score_threshold: Smallest score of a detection; with 0 there are always the best 100.
 
     Raises:
         ValueError: channels do not fit.
@@ -103,8 +100,6 @@ class DINO(DenseModel):
         mlp_dim: int = 2048,
         denoising_queries: int = 100,
         label_noise: float = 0.5,
-        box_noise: float = 1.0,
-        score_threshold: float = 0.0,
     ) -> None:
         super().__init__(backbone, classes)
         if channels < 64 or channels % 32:  # group norms of 32 groups need two values each, even for a map of one cell
@@ -113,9 +108,8 @@ class DINO(DenseModel):
         self.noise = {
             "num_denoising_queries": denoising_queries,
             "label_noise_ratio": label_noise,
-            "box_noise_scale": box_noise,
+            "box_noise_scale": 1.0,  # edges move by up to half of the extent, or by half to all of it
         }
-        self.score_threshold = score_threshold
         self.stride = int(2 * backbone.strides[-1])
         self.divisor = max(backbone.size_divisor, self.stride)
         config = DeformableDetrConfig(
@@ -177,9 +171,8 @@ class DINO(DenseModel):
         boxes = box_convert(last["pred_boxes"], "cxcywh", "xyxy") * self._extents(images).repeat(1, 2)[:, None]
         detections = []
         for image, score, index, box in zip(images, scores, indices, boxes, strict=True):
-            keep = score >= self.score_threshold
             clipped = clip_boxes_to_image(box[index // classes], (image.shape[1], image.shape[2]))
-            detections.append({"boxes": clipped[keep], "scores": score[keep], "labels": (index % classes)[keep]})
+            detections.append({"boxes": clipped, "scores": score, "labels": index % classes})
         return detections
 
     def _padded(self, images: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

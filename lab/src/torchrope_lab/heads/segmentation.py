@@ -23,6 +23,9 @@ from torchrope.tensors import wide_dtype, without_autocast
 from torchrope_lab.heads import IGNORED, DenseModel, Target, per_device
 from torchrope_lab.mistakes import Mistake
 
+AUXILIARY_WEIGHT = 0.4
+"""Weight of the loss of UperNet's auxiliary head."""
+
 
 class SemanticModel(DenseModel):
     """Base class of UperNet and Mask2Former."""
@@ -62,8 +65,6 @@ class UperNet(SemanticModel):
         classes: Names of the classes.
         channels: Channels of the head; BEiT v2 has the backbone's width, mmsegmentation 512.
         auxiliary_channels: Channels of the auxiliary head on the third map, for a second loss in training.
-        auxiliary_weight: Weight of that loss.
-        pool_scales: Numbers of cells along each axis to which the last map is average-pooled.
         dropout: Probability of dropping a channel before the classifier of either head; mmsegmentation has 0.1.
 
     Raises:
@@ -87,20 +88,13 @@ class UperNet(SemanticModel):
         *,
         channels: int = 512,
         auxiliary_channels: int = 256,
-        auxiliary_weight: float = 0.4,
-        pool_scales: Sequence[int] = (1, 2, 3, 6),
         dropout: float = 0.0,
     ) -> None:
         super().__init__(backbone, classes)
         if len(backbone.channels) < 3:
             raise Mistake(f"UperNet needs three maps or more, got strides {backbone.strides}")
-        config = UperNetConfig(
-            id2label=dict(enumerate(classes)),
-            hidden_size=channels,
-            auxiliary_channels=auxiliary_channels,
-            pool_scales=tuple(pool_scales),
-        )
-        self.auxiliary_weight = auxiliary_weight
+        names = dict(enumerate(classes))
+        config = UperNetConfig(id2label=names, hidden_size=channels, auxiliary_channels=auxiliary_channels)
         self.head = UperNetHead(config, in_channels=backbone.channels)
         self.auxiliary_head = UperNetFCNHead(config, in_channels=backbone.channels)
         if dropout:
@@ -124,7 +118,7 @@ class UperNet(SemanticModel):
         auxiliary = _cross_entropy(coarse, self.strides[self.auxiliary_head.in_index], truth) / pixels
         return {
             "cross_entropy": _cross_entropy(logits, self.strides[0], truth) / pixels,
-            "auxiliary": self.auxiliary_weight * auxiliary,
+            "auxiliary": AUXILIARY_WEIGHT * auxiliary,
         }
 
 

@@ -96,7 +96,8 @@ def _policy(scripts: Sequence[str]) -> str:
 
 def _model(config: Mapping[str, Any] | None) -> str:
     """Describe the model that was trained and its training, by the settings of a result."""
-    facts = {name: flat(dict(config or {})).get(setting) for name, setting in MODEL_FACTS.items()}
+    settings = flat(dict(config or {}))
+    facts = {name: settings.get(setting) for name, setting in MODEL_FACTS.items()}
     return ", ".join(f"{name} {size(fact) if isinstance(fact, list) else fact}" for name, fact in facts.items() if fact)
 
 

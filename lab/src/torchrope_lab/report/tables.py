@@ -22,7 +22,7 @@ _LATEX = {
 
 
 @dataclass(frozen=True)
-class Cell:
+class FormattedCell:
     """A formatted value of a table."""
 
     text: str
@@ -41,7 +41,7 @@ class FormattedTable:
     title: str
     headings: list[str]
     numeric: list[bool]
-    rows: list[list[Cell]]
+    rows: list[list[FormattedCell]]
     source: str = ""
     note: str = ""
 
@@ -149,12 +149,12 @@ def _short_number(value: float) -> str:
     return significant(value) if 1e-4 <= abs(value) < 1e9 else f"{value:.3g}"
 
 
-def _format_cell(row: Row, column: Column, looks: Mapping[str, Look]) -> Cell:
+def _format_cell(row: Row, column: Column, looks: Mapping[str, Look]) -> FormattedCell:
     value = row[column.key]
     ends = [row[key] for key in (column.low, column.high) if key]
     interval = ", ".join(written(end, column.digits) for end in ends) if any(end is not None for end in ends) else ""
     sort = float(value) if isinstance(value, int | float) else None
-    return Cell(written(value, column.digits), interval, sort, look_class(value, looks))
+    return FormattedCell(written(value, column.digits), interval, sort, look_class(value, looks))
 
 
 def _is_numeric(values: Sequence[Value]) -> bool:

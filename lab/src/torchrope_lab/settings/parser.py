@@ -415,7 +415,7 @@ def _check(given: dict[str, Given], parser: Any, not_options: Sequence[str]) -> 
         above = [name.rsplit(".", count)[0] for count in range(1, name.count("."))]
         known = each.name in options if each.typed else name in settings
         if each.typed and name in not_options:
-            raise Mistake(f"{each.name} is an option of train and study, not of compare")
+            raise Mistake(f"{each.name} is not an option of {parser.prog}, but of torchrope train and study")
         if not known and not any(part in settings and part.startswith("trainer.") for part in above):
             raise Mistake(_unknown(name, given, parser))
         if name in groups and not each.typed:

@@ -36,14 +36,17 @@ TASKS: dict[str, str] = {
 """Task of each head."""
 
 _READ_BY = {
-    **dict.fromkeys(("depth", "num_heads", "mlp_dim"), ("vit", "transformer")),
-    **dict.fromkeys(("layer_scale", "share_layers", "norm_eps", "activation"), ("vit", "transformer")),
-    **dict.fromkeys(("jitter", "unit_mm", "weight_init", "embedding_norm"), ("vit",)),
-    **dict.fromkeys(("depths", "stage_heads"), ("swin",)),
-    **dict.fromkeys(("patch_size", "spacing", "input_size", "drop_path_schedule"), ("vit", "swin")),
-    **dict.fromkeys(("attention",), ("transformer",)),
+    **dict.fromkeys(("depth", "num_heads", "mlp_dim"), ("backbone", "vit", "transformer")),
+    **dict.fromkeys(("layer_scale", "share_layers", "norm_eps", "activation"), ("backbone", "vit", "transformer")),
+    **dict.fromkeys(("jitter", "unit_mm", "weight_init", "embedding_norm"), ("backbone", "vit")),
+    **dict.fromkeys(("depths", "stage_heads"), ("backbone", "swin")),
+    **dict.fromkeys(("patch_size", "spacing", "input_size", "drop_path_schedule"), ("backbone", "vit", "swin")),
+    "attention": ("backbone", "transformer"),
+    "head_channels": ("head", "upernet", "mask2former", "dino"),
+    "num_queries": ("head", "mask2former", "dino"),
+    "head_dropout": ("head", "upernet"),
 }
-"""Settings that only some backbones have, and those backbones."""
+"""Settings that only some backbones, or some heads, have: "backbone" or "head", and their names."""
 
 
 @dataclass
@@ -146,9 +149,9 @@ class ModelConfig(Settings):
         self._check_head()
         for one in fields(self):
             default = one.default if one.default_factory is MISSING else one.default_factory()
-            readers = _READ_BY.get(one.name, (self.backbone,))
-            if getattr(self, one.name) != default and self.backbone not in readers:
-                rule = f"{one.name} is a setting of backbone {' and '.join(readers)} only"
+            kind, *readers = _READ_BY.get(one.name, ("backbone", self.backbone))
+            if getattr(self, one.name) != default and getattr(self, kind) not in readers:
+                rule = f"{one.name} is a setting of {kind} {' and '.join(readers)} only"
                 raise Mistake(f"{rule}, got {getattr(self, one.name)}")
 
     def _check_head(self) -> None:
@@ -161,14 +164,6 @@ class ModelConfig(Settings):
             raise Mistake(f"{rule}, got {self.window_size}")
         if self.global_layers is not None and (self.backbone == "swin" or self.window_size is None):
             raise Mistake(f"global_layers is for a vit with window_size, got {self.global_layers}")
-        for name in ("head_channels", "num_queries"):
-            value = getattr(self, name)
-            if value is not None and self.task == "classify":
-                raise Mistake(f"{name} is for other heads than classify, got {value}")
-        if self.num_queries is not None and self.head not in ("mask2former", "dino"):
-            raise Mistake(f"num_queries is a setting of mask2former and dino only, got {self.num_queries}")
-        if self.head_dropout and self.head != "upernet":
-            raise Mistake(f"head_dropout is a setting of upernet only, got {self.head_dropout}")
 
     @property
     def task(self) -> str:

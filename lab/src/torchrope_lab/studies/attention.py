@@ -36,8 +36,8 @@ from torchrope_lab.results import Axis, Column, Figure, Findings
 from torchrope_lab.settings.study_config import LEARNED
 from torchrope_lab.training.evaluate import data_at_size, resampled_spacing, scaled_sizes
 from torchrope_lab.training.models import on_lattice
+from torchrope_lab.training.sizes import Size, size_name, size_title
 
-Size = tuple[int, ...]
 ByLayer = Mapping[Cell, np.ndarray]
 """Values `(seeds, layers, examples)` by encoding and input size, "8x8"."""
 Lattices = Mapping[str, Sequence[int]]
@@ -65,7 +65,7 @@ def find(lab: Lab) -> Findings:
         return Findings(NONE_POSSIBLE)
     patch_size = _patch_size(models)
     sizes = scaled_sizes(lab.data, patch_size, SCALES)
-    lattices = {_name(size): [n // p for n, p in zip(size, patch_size, strict=True)] for size in sizes}
+    lattices = {size_name(size): [n // p for n, p in zip(size, patch_size, strict=True)] for size in sizes}
     made = lab.data.other_sizes
     key = "-".join(["attention", str(EXAMPLES), *lattices, *([] if made == "resampled" else [made])])
     here = partial(measure, sizes=sizes)
@@ -84,7 +84,7 @@ def find(lab: Lab) -> Findings:
     sharpest = {size: entropy.ranks(size, lowest=True) for size in lattices}
     columns = (
         *name_columns({each.name: each.title for each in measured}),
-        (Column("size", "Input size"), lambda cell: _shown(cell.level)),
+        (Column("size", "Input size"), lambda cell: size_title(cell.level)),
         distance.column,
         (Column("furthest", "Distance, verdict"), lambda cell: furthest[cell.level][cell]),
         (with_interval("beside", f"Further than {reference}", "patches", 2), further.get),
@@ -92,8 +92,8 @@ def find(lab: Lab) -> Findings:
         (Column("sharpest", "Least entropy, verdict"), lambda cell: sharpest[cell.level][cell]),
         front.column,
     )
-    at, title = _name(lab.data.input_size), "Attention by input size, mean over layers"
-    claim = f"At {_shown(at)} attention distance is largest"
+    at, title = size_name(lab.data.input_size), "Attention by input size, mean over layers"
+    claim = f"At {size_title(at)} attention distance is largest"
     return Findings(
         answer=f"{ranking(claim, furthest[at], distance.interval, ' patches', 2)}.{caveat(len(lab.seeds))}",
         tables=[table_of(title, columns, distance.values, _note(lab.data, reference))],
@@ -116,7 +116,7 @@ def _patch_size(models: Models) -> Size:
             raise Mistake(f"{rule}, got {_inputs(takes)} {where}")
         first = first or model
         if model.embed.patch_size != first.embed.patch_size:
-            patches, received = (_shown(_name(each.embed.patch_size)) for each in (first, model))
+            patches, received = (size_title(each.embed.patch_size) for each in (first, model))
             raise Mistake(f"models that are compared must have the same patches, {patches}, got {received} {where}")
     assert first is not None
     return first.embed.patch_size
@@ -124,7 +124,7 @@ def _patch_size(models: Models) -> Size:
 
 def _inputs(shape: Sequence[int]) -> str:
     """Describe channels and sizes of inputs."""
-    return f"{shape[0]} channel{'s' if shape[0] > 1 else ''} of {_shown(_name(shape[1:]))}"
+    return f"{shape[0]} channel{'s' if shape[0] > 1 else ''} of {size_title(shape[1:])}"
 
 
 def measure(model: nn.Module, data: DataModule, *, sizes: Sequence[Size]) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def measure(model: nn.Module, data: DataModule, *, sizes: Sequence[Size]) -> dic
             changed = resize(inputs, size)
             extra = [resampled_spacing(spacing, inputs, changed).to(device) for spacing in spacings]
             batches.append(attention_statistics(model, changed.to(device), *extra))
-        found[_name(size)] = {key: torch.cat([batch[key] for batch in batches], dim=1).tolist() for key in KEYS}
+        found[size_name(size)] = {key: torch.cat([batch[key] for batch in batches], dim=1).tolist() for key in KEYS}
     return found
 
 
@@ -205,14 +205,6 @@ def _step(data: DataModule) -> int:
     return -(-data.counts[1] // EXAMPLES)
 
 
-def _name(size: Sequence[int]) -> str:
-    return "x".join(map(str, size))
-
-
-def _shown(size: str) -> str:
-    return size.replace("x", " × ")
-
-
 def _uniform(lattice: Sequence[int]) -> dict[str, float]:
     """Compute distance and entropy of uniform attention."""
     return {"distance": distances(lattice).mean().item(), "entropy": math.log(math.prod(lattice))}
@@ -233,10 +225,10 @@ def _figure(kind: str, layers: ByLayer, lattices: Lattices, trained: str) -> Fig
     points: list[Point] = []
     for size in lattices:
         values = {cell.arm: each.swapaxes(0, 1) for cell, each in layers.items() if cell.level == size}
-        uniform = (_uniform(lattices[size])[kind],) * 3
+        panel, uniform = size_title(size), (_uniform(lattices[size])[kind],) * 3
         for name, by_layer in values.items():
-            points += [(name, _shown(size), at, drawn_mean(layer).interval()) for at, layer in enumerate(by_layer, 1)]
-        points += [(UNIFORM, _shown(size), at + 1, uniform) for at in range(max(map(len, values.values())))]
+            points += [(name, panel, at, drawn_mean(layer).interval()) for at, layer in enumerate(by_layer, 1)]
+        points += [(UNIFORM, panel, at + 1, uniform) for at in range(max(map(len, values.values())))]
     title, unit = {"distance": ("Attention distance", "patches"), "entropy": ("Entropy of attention", "nats")}[kind]
     return line_figure(
         Axis("layer", "Layer"),
@@ -245,5 +237,5 @@ def _figure(kind: str, layers: ByLayer, lattices: Lattices, trained: str) -> Fig
         panel="size",
         name=f"attention-{kind}",
         title=f"{title} by layer",
-        caption=f"Trained at {_shown(trained)}. Bands are 95 % intervals over examples.",
+        caption=f"Trained at {size_title(trained)}. Bands are 95 % intervals over examples.",
     )

@@ -1,6 +1,5 @@
 """The study of `torchrope compare`: accuracy and cost of each encoding on the user's data."""
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -23,7 +22,6 @@ from torchrope_lab.engine.measured import (
     read_robustness,
     relative_costs,
     robustness,
-    work_of_costs,
 )
 from torchrope_lab.engine.runs import Run, Trained
 from torchrope_lab.engine.study import Lab, describe, facts_of
@@ -32,9 +30,7 @@ from torchrope_lab.mistakes import Mistake
 from torchrope_lab.results import StudyResult
 from torchrope_lab.settings.compare_config import SCALES, CompareConfig
 from torchrope_lab.settings.run_config import CONFIG, MAY_CHANGE, check_spacing, differences, plain
-from torchrope_lab.studies.compare_findings import Results, findings
-from torchrope_lab.training.evaluate import scaled_sizes
-from torchrope_lab.training.models import TokenClassifier
+from torchrope_lab.studies.compare_findings import ComparisonResults, findings
 
 COSTS = "runs/costs.json"
 MAY_DIFFER = ("encodings", "seeds", "out", "parallel", "slurm", "margin")
@@ -68,16 +64,15 @@ def compare(
         f"comparing {all_runs} on {config.data.name}; output folder: {config.out}", highlight=False, soft_wrap=True
     )
     measured: dict[str, Measured] = {}
-    measure = robustness(lab.data, config.scales, _passes(lab, runs[0], config.scales))
+    measure = robustness(lab.data, config.scales)
 
     def keep(trained: Trained) -> None:
         measured[trained.run.name] = read_robustness(trained, measure)
         lab.skipped |= trained.skipped
 
-    work = work_of_costs(lab, config.encodings, folder / COSTS)
     try:
         with suppress(NotTrained):
-            lab.train(runs, lambda _: [measure], keep, afterwards=work)
+            lab.train(runs, lambda _: [measure], keep)
     except BaseException:
         _write(folder, lab, config, runs, measured, {}, command)
         if not any(folder.glob("runs/*/*.ckpt")):
@@ -115,16 +110,6 @@ def _over(defaults: Any, stored: Any) -> Any:
     return {**defaults, **stored} if isinstance(defaults, dict) and isinstance(stored, dict) else stored
 
 
-def _passes(lab: Lab, run: Run, scales: Sequence[float]) -> float:
-    """Count the passes over the validation set in `robustness`: one with shuffled patches, one per other size."""
-    model = lab.blueprint(run)
-    if isinstance(model, TokenClassifier):
-        return 1
-    trained = math.prod(lab.data.input_size)
-    sizes = scaled_sizes(lab.data, model.embed.patch_size, scales)
-    return 1 + sum(math.prod(size) / trained for size in sizes if size != tuple(lab.data.input_size))
-
-
 def _write(
     folder: Path,
     lab: Lab,
@@ -142,7 +127,7 @@ def _write(
     relative = relative_costs({name: cost["seconds"] for name, cost in costs.items() if name in trained})
     comparison = compare_runs([each.trained for each in done], margin=config.margin, costs=relative)
     by_run = {each.trained.run.name: each for each in done}
-    found = findings(Results(comparison, by_run, costs, relative, lab))
+    found = findings(ComparisonResults(comparison, by_run, costs, relative, lab))
     result = StudyResult(
         study="compare",
         title="Comparison",

@@ -49,7 +49,7 @@ CONFUSIONS = 10
 
 
 @dataclass(frozen=True)
-class Results:
+class ComparisonResults:
     """Measurements of a comparison, finished or not."""
 
     comparison: Comparison  # finished runs, and the conclusion about them
@@ -110,7 +110,7 @@ class Results:
         return with_interval("ratio", f"Step time, × {self.base}", digits=2), self.ratio
 
 
-def findings(results: Results) -> Findings:
+def findings(results: ComparisonResults) -> Findings:
     """Build the findings of a comparison."""
     comparison = results.comparison
     tables = (_main, _gains, _sizes, _costs, _classes, _confusions, _encodings)
@@ -126,21 +126,21 @@ def findings(results: Results) -> Findings:
 # ---- tables
 
 
-def _main(results: Results) -> Table:
+def _main(results: ComparisonResults) -> Table:
     shuffled = {cell: np.stack([each.shuffled for each in group]) for cell, group in results.groups.items()}
     column = (with_interval("shuffled", "Shuffled", "%", 1), RightOrWrong(shuffled).interval)
     how = "patches in random order" if results.data.lattice else "the positions of an example permuted among its tokens"
     return main_table(results.comparison, "Results", [column, results.ratio_column], f"Shuffled: {how}.")
 
 
-def _gains(results: Results) -> Table:
+def _gains(results: ComparisonResults) -> Table:
     gains = {Cell(name): in_percent(gain) for name, gain in results.comparison.conclusion.gains.items()}
     note = "Intervals are simultaneous over all pairs of encodings, as in the first table."
     columns = (*name_columns(), *change_columns(gains, "Ahead"))
     return table_of("Gain over no positions", columns, gains, note)
 
 
-def _sizes(results: Results) -> Table:
+def _sizes(results: ComparisonResults) -> Table:
     trained = results.sizes[tuple(results.data.input_size)]
     titles = {level: level for level in results.sizes.values()} | {trained: f"{trained} (trained)"}
     columns = at_levels(results.at_sizes.interval, titles, "%")
@@ -153,7 +153,7 @@ def _made_at(data: DataModule) -> str:
     return made[data.other_sizes]
 
 
-def _costs(results: Results) -> Table:
+def _costs(results: ComparisonResults) -> Table:
     def of(key: str, unit: float = 1.0) -> Any:
         return lambda cell: results.costs[cell.arm][key] / unit
 
@@ -177,7 +177,7 @@ def _costs(results: Results) -> Table:
     return table_of("Costs", columns, [cell for cell in results.cells if cell.arm in results.costs], note)
 
 
-def _classes(results: Results) -> Table:
+def _classes(results: ComparisonResults) -> Table:
     names, labels = results.data.classes, results.comparison.labels
 
     def top1_of(right: np.ndarray) -> Any:
@@ -194,7 +194,7 @@ def _classes(results: Results) -> Table:
     return table_of("Accuracy by class", columns, range(len(names) if 1 < len(names) <= CLASSES else 0))
 
 
-def _pairs(results: Results) -> dict[tuple[int, int], float]:
+def _pairs(results: ComparisonResults) -> dict[tuple[int, int], float]:
     """Compute the shares in percent of each class that the best encoding predicts to be of each, over all runs."""
     runs = next(iter(results.comparison.groups.values()))
     counts = Counter(pair for run in runs for pair in zip(run.labels, run.predicted, strict=True))
@@ -202,7 +202,7 @@ def _pairs(results: Results) -> dict[tuple[int, int], float]:
     return {pair: 100 * count / (len(runs) * of_class[pair[0]]) for pair, count in counts.most_common()}
 
 
-def _confusions(results: Results) -> Table:
+def _confusions(results: ComparisonResults) -> Table:
     shares, names = _pairs(results), results.data.classes
     wrong = [pair for pair in shares if pair[0] != pair[1]]
     columns: Columns = (
@@ -213,7 +213,7 @@ def _confusions(results: Results) -> Table:
     return table_of(f"Most frequent confusions of {results.cells[0].arm}", columns, wrong[:CONFUSIONS])
 
 
-def _encodings(results: Results) -> Table:
+def _encodings(results: ComparisonResults) -> Table:
     def joined(attribute: str, separator: str) -> Any:
         return lambda cell: separator.join(getattr(description_of(part), attribute) for part in named_parts(cell.arm))
 
@@ -227,7 +227,7 @@ def _encodings(results: Results) -> Table:
     return table_of("The encodings", columns, results.cells)
 
 
-def _kind(results: Results, name: str) -> str:
+def _kind(results: ComparisonResults, name: str) -> str:
     if not any(issubclass(part, Encoding) and part is not NoEncoding for part in resolve_encoding(name).parts):
         return "not rotary"
     model = results.lab.blueprint(results.comparison.groups[name][0].run)
@@ -238,7 +238,7 @@ def _kind(results: Results, name: str) -> str:
 # ---- figures
 
 
-def _losses(results: Results) -> Figure:
+def _losses(results: ComparisonResults) -> Figure:
     return line_figure(
         Axis("epoch", "Epoch"),
         Axis("loss", "Loss"),
@@ -256,7 +256,7 @@ def _losses(results: Results) -> Figure:
     )
 
 
-def _by_size(results: Results) -> Figure:
+def _by_size(results: ComparisonResults) -> Figure:
     trained = results.data.input_size[-1:]  # empty for tokens at any positions
     return line_figure(
         Axis("scale", "Size, as a multiple of the training size"),
@@ -272,7 +272,7 @@ def _by_size(results: Results) -> Figure:
     )
 
 
-def _by_cost(results: Results) -> Figure:
+def _by_cost(results: ComparisonResults) -> Figure:
     return figure(
         "costs",
         "Time of a training step",
@@ -284,7 +284,7 @@ def _by_cost(results: Results) -> Figure:
     )
 
 
-def _confusion(results: Results) -> Figure:
+def _confusion(results: ComparisonResults) -> Figure:
     names = [str(name) for name in results.data.classes]
     if not 1 < len(names) <= CLASSES or len(set(names)) < len(names):
         names = []
@@ -303,7 +303,7 @@ def _confusion(results: Results) -> Figure:
 # ---- pictures
 
 
-def _pictures(results: Results) -> list[Pictures]:
+def _pictures(results: ComparisonResults) -> list[Pictures]:
     """Build pictures of the first validation examples, with the most frequent prediction with each encoding."""
     inputs = next(iter(results.data.val_dataloader()))[0][:EXAMPLES]
     if inputs.ndim not in (4, 5) or results.data.config.folds:  # with folds predictions are in another order

@@ -17,9 +17,8 @@ from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.engine.descriptions import label
 from torchrope_lab.engine.figures import ENCODING_AXIS, figure, map_figure
 from torchrope_lab.engine.long_table import Cell, Columns, Quantity, ranking, row_of, table_of, with_interval
-from torchrope_lab.engine.runs import untrained
 from torchrope_lab.engine.study import Lab
-from torchrope_lab.engine.trained_models import Site, read_checkpoints, sites_of
+from torchrope_lab.engine.trained_models import Site, read_checkpoints
 from torchrope_lab.mistakes import Mistake
 from torchrope_lab.results import Axis, Column, Figure, Findings
 
@@ -38,7 +37,7 @@ class Heads:
     """The heads of one layer with one encoding on one lattice."""
 
     encoding: str
-    state: str  # "initialisation" or "trained", with the setting
+    state: str  # the initialisation of a model, or a checkpoint
     sizes: tuple[int, ...]  # tokens along each axis
     blocks: Tensor  # R `(heads, tokens, n, b, b)` of all seeds, or one if they are equal, without unrotated channels
     head_dim: int
@@ -122,7 +121,7 @@ def sharpness(reconstructions: Tensor, sizes: Sequence[int]) -> dict[str, float]
 
 
 def find(lab: Lab) -> Findings:
-    """Reconstruct points from each encoding, at initialisation and from finished runs in the same folder."""
+    """Reconstruct points from each encoding at initialisation, and from those of checkpoints."""
     rotary = [name for name in lab.encodings if issubclass(resolve_encoding(name).parts[-1], Encoding)]
     checkpoints = read_checkpoints(lab.checkpoints, lab.encodings)
     rotating = [each for each in checkpoints if each.sites and each.sites[0].sizes]
@@ -139,8 +138,6 @@ def find(lab: Lab) -> Findings:
             measured.append(heads_of([_at_start(name, seed) for seed in lab.seeds], name, "ViT-B, initialisation"))
         except ValueError as error:
             lab.leave_out(f"{name} left out: {error}.")
-    for name in rotary:
-        measured += _trained(lab, name)
     for each in rotating:
         state = f"checkpoint, {'x'.join(map(str, each.sites[0].sizes))} tokens"
         measured.append(heads_of(each.sites[:1], each.name, state, f"{each.name} ({each.title})"))
@@ -179,19 +176,6 @@ def _at_start(name: str, seed: int) -> Site:
         torch.manual_seed(seed)
         encoding = resolve_encoding(name).rotary(num_axes=len(LATTICE), num_heads=HEADS, head_dim=HEAD_DIM)
     return Site(encoding, LATTICE, **encoding.lattice.spaced(*LATTICE))
-
-
-def _trained(lab: Lab, name: str) -> list[Heads]:
-    """Return the first layer of finished runs, at initialisation and trained."""
-    finished = [lab.store.finished(lab.run(name, seed)) for seed in lab.seeds]
-    if lab.config.model.backbone != "vit":
-        return []
-    loaded = [(run.run, *run.load(lab.data)) for run in finished if run is not None and run.val_loss is not None]
-    sites = {
-        "initialisation": [sites_of(untrained(run, data))[0] for run, _, data in loaded],
-        "trained": [sites_of(model)[0] for _, model, _ in loaded],
-    }
-    return [heads_of(found, name, f"{lab.config.data.name}, {state}") for state, found in sites.items() if found]
 
 
 def _dimension_of_all(heads: Heads) -> int:

@@ -43,7 +43,7 @@ from torchrope_lab.results import Axis, Column, Figure, Findings, Table
 from torchrope_lab.statistics import constant_accuracy
 from torchrope_lab.training.evaluate import cache_suffix, scaled_sizes
 from torchrope_lab.training.models import on_lattice
-from torchrope_lab.training.sizes import KEPT_AXES, Size, size_of
+from torchrope_lab.training.sizes import KEPT_AXES, Size, size_name, size_of, size_title
 
 Arm = tuple[str, str]
 """An encoding and a change, the variant of its cells, "" for none."""
@@ -85,7 +85,7 @@ def _second_stage(lab: Lab, patch: int) -> tuple[dict[str, Any], str]:
         return {}, f"No second stage: larger inputs of {data.name} show a larger field, not the same one enlarged."
     *_, height, width = data.input_size if len(data.input_size) > 1 else (0, 1)
     if height != width:
-        return {}, f"No second stage: it needs square inputs, got {_key(data.input_size)}."
+        return {}, f"No second stage: it needs square inputs, got {size_name(data.input_size)}."
     side = patch * max(width // patch + 1, round(STAGE_SCALE * width / patch))
     epochs, lr = max(1, round(STAGE_SHARE * optim.epochs)), STAGE_LR * optim.lr
     settings: dict[str, Any] = dict(
@@ -176,7 +176,7 @@ def _adaptations(lab: Lab, arm: Arm, run: Run, sizes: Sizes) -> list[Adaptation]
 
 def _measure(lab: Lab, adaptation: Adaptation, size: Size) -> Measure:
     """Return the measure of an adapted model's predictions at a size, on the data of the study."""
-    name = f"{adaptation.key}-at-{_key(size)}{cache_suffix(lab.data)}"
+    name = f"{adaptation.key}-at-{size_name(size)}{cache_suffix(lab.data)}"
     return Measure(name, partial(predict_adapted, size=size, adapt=adaptation.adapt), data=lab.config.data)
 
 
@@ -192,8 +192,8 @@ def _evaluate(
             except ValueError as error:
                 lab.leave_out(f"{adaptation.what} of {name} is left out: {error}.")
             else:
-                answers |= {Cell(name, _key(size), adaptation.what or what): right[size] for size in right}
-    for size in map(_key, sizes.all):
+                answers |= {Cell(name, size_name(size), adaptation.what or what): right[size] for size in right}
+    for size in map(size_name, sizes.all):
         for name, what in groups:
             absolute, _, rotary = name.partition("+")
             for base, added in ((rotary, absolute), (absolute, rotary)):
@@ -213,17 +213,9 @@ def _right(runs: Sequence[Trained], lab: Lab, size: Size, adaptation: Adaptation
 # ---- tables and figures
 
 
-def _key(size: Sequence[int]) -> str:
-    return "x".join(map(str, size))
-
-
-def _shown(size: Size) -> str:
-    return " × ".join(map(str, size))
-
-
 def _findings(lab: Lab, top1: RightOrWrong, effects: Changes, sizes: Sizes) -> Findings:
     """Compare the encodings, and every change with the encoding without it."""
-    farthest, trained = _key(sizes.farthest), _key(sizes.trained)
+    farthest, trained = size_name(sizes.farthest), size_name(sizes.trained)
     right = {cell: right for cell, right in top1.values.items() if cell.level == farthest and not cell.variant}
     arms = sorted(right, key=lambda cell: -right[cell].mean())
     kept = top1.changes({cell: cell._replace(level=trained) for cell in arms})
@@ -233,17 +225,17 @@ def _findings(lab: Lab, top1: RightOrWrong, effects: Changes, sizes: Sizes) -> F
     about = f"Verdicts are at the {which} size."
     columns: Columns = (
         *name_columns(),
-        *at_levels(top1.interval, {_key(size): _shown(size) for size in sizes.all}, "%"),
+        *at_levels(top1.interval, {size_name(size): size_title(size) for size in sizes.all}, "%"),
         (with_interval("kept", f"{which.capitalize()} minus training size", "points", 1), kept.get),
         (VERDICT, verdicts.get),
     )
-    how = f"Trained at {_shown(sizes.trained)}; inputs {HOW_SIZED[lab.data.other_sizes]}. {about}"
+    how = f"Trained at {size_title(sizes.trained)}; inputs {HOW_SIZED[lab.data.other_sizes]}. {about}"
     note = f"{how} {which.capitalize()} minus training size: {SIMULTANEOUS}"
     tables = [table_of("Top-1 by inference size", columns, arms, note)]
     at_farthest = [cell for cell in effects if cell.level == farthest]
     for title, changed in _by_title(at_farthest).items():
         tables.append(_table_of_changes(title, changed, effects, sizes, about))
-    where = f"At {_shown(sizes.farthest)} ({sizes.scale(sizes.farthest):.3g} times the training size)"
+    where = f"At {size_title(sizes.farthest)} ({sizes.scale(sizes.farthest):.3g} times the training size)"
     best = [cell for cell in arms if cell.arm == conclusion.best]
     tied = dict.fromkeys(map(Cell, conclusion.tied), NOT_DIFFERENT)
     claim = (
@@ -256,11 +248,11 @@ def _findings(lab: Lab, top1: RightOrWrong, effects: Changes, sizes: Sizes) -> F
 
 def _table_of_changes(title: str, changed: Sequence[Cell], effects: Changes, sizes: Sizes, about: str) -> Table:
     """Show paired differences of top-1 by size, of cells at the farthest size."""
-    shared = [size for size in sizes.all if all(cell._replace(level=_key(size)) in effects for cell in changed)]
+    shared = [size for size in sizes.all if all(cell._replace(level=size_name(size)) in effects for cell in changed)]
     columns: Columns = (
         *name_columns(),
         (Column("what", "With"), lambda cell: cell.variant),
-        *at_levels(effects.get, {_key(size): _shown(size) for size in shared}, "points"),
+        *at_levels(effects.get, {size_name(size): size_title(size) for size in shared}, "points"),
         (VERDICT, lambda cell: verdict_of(effects[cell])),
     )
     note = "Paired differences of top-1 to the encoding without it, simultaneous over all changes at a size."
@@ -281,9 +273,9 @@ def _figures(
     top1: RightOrWrong, arms: Sequence[Cell], changed: Sequence[Cell], effects: Changes, sizes: Sizes
 ) -> list[Figure]:
     scale = Axis("scale", "Input size over training size", "times")
-    at_sizes = [(size, _key(size)) for size in sizes.all]
+    at_sizes = [(size, size_name(size)) for size in sizes.all]
     reached = [
-        (cell.arm, _shown(size), sizes.scale(size), top1.interval(cell._replace(level=level)))
+        (cell.arm, size_title(size), sizes.scale(size), top1.interval(cell._replace(level=level)))
         for cell in arms
         for size, level in at_sizes
     ]
@@ -302,7 +294,7 @@ def _figures(
             panels=False,
             name="top1-by-size",
             title="Top-1 by inference size",
-            caption=f"All are trained at {_shown(sizes.trained)}, 1 on the axis. Bands are 95 % intervals.",
+            caption=f"All are trained at {size_title(sizes.trained)}, 1 on the axis. Bands are 95 % intervals.",
         ),
         line_figure(
             scale,

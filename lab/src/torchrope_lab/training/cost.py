@@ -18,9 +18,6 @@ from torchrope_lab.training.timing import interleaved_seconds
 EXP_PRODUCTS = 5
 ROUNDS = 15
 """Rounds in which each model is timed; the confidence interval of a median needs 6."""
-STEPS = ROUNDS + 5
-"""Number of steps per model in `measure_costs` for steps longer than a timing sample: one per round, plus warm-up,
-calibration and memory measurement."""
 
 
 @dataclass(frozen=True)

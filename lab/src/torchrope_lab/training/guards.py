@@ -12,12 +12,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchrope_lab.mistakes import Mistake
 from torchrope_lab.training.checkpoints import newest
-from torchrope_lab.training.history import Summed, of_all_processes
+from torchrope_lab.training.history import Summed
 
 DIVERGED = 10.0
 """A loss above this multiple of that of a uniform prediction has diverged."""
-MAX_NAMES = 8
-"""Largest number of examples that an error names."""
 
 
 class Diverged(Mistake):
@@ -60,9 +58,9 @@ class LossGuard(Callback):
         norm = torch.nn.utils.get_total_norm(gradients)
         worst = torch.where(losses.isfinite(), losses, math.inf).max()
         bad = ~(norm.isfinite() & (worst <= self.largest))  # NaN and inf fail the comparison too
-        check = Check(trainer, torch.stack([bad.float(), losses.max().float(), norm.float()]), len(losses))
+        check = Check(trainer, torch.stack([bad.float(), losses.max().float(), norm.float()]))
         if not self.skip:
-            self._raise_if_diverged(trainer)
+            self._raise_if_diverged()
             self.unread = check
         elif check.read()[0]:
             self.skipped += 1
@@ -73,15 +71,15 @@ class LossGuard(Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """Raise if the last step diverged."""
-        self._raise_if_diverged(trainer)
+        self._raise_if_diverged()
 
     def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
         """Raise if the last step diverged."""
-        self._raise_if_diverged(trainer)
+        self._raise_if_diverged()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Raise if the last step diverged; log how many steps have been skipped."""
-        self._raise_if_diverged(trainer)
+        self._raise_if_diverged()
         if self.skip:
             pl_module.log("skipped_steps", float(self.skipped))
 
@@ -93,30 +91,25 @@ class LossGuard(Callback):
         """Load the number of skipped steps."""
         self.skipped = state_dict["skipped"]
 
-    def _raise_if_diverged(self, trainer: pl.Trainer) -> None:
+    def _raise_if_diverged(self) -> None:
         check, self.unread = self.unread, None
         if check is None:
             return
         diverged, loss, norm = check.read()
         if not diverged:
             return
-        names = trainer.datamodule.batch_names(check.batches) if trainer.datamodule is not None else []  # type: ignore[attr-defined]
-        examples = [name for names_of_rank in of_all_processes(names) for name in names_of_rank]
-        more = f", ... ({len(examples)} in all)" if len(examples) > MAX_NAMES else ""
         saved = newest(self.folder)
         good = f"the last good checkpoint is {saved[0]}" if saved else "there is no checkpoint yet"
         raise Diverged(
             f"the loss must stay finite and at most {self.largest:.3g}, got {loss:.3g} with a gradient "
-            f"of norm {norm:.3g} in {check.step} on {', '.join(examples[:MAX_NAMES])}{more}; {good}; "
-            "--run.on_nan skip skips such steps"
+            f"of norm {norm:.3g} in {check.step}; {good}; --run.on_nan skip skips such steps"
         )
 
 
 class Check(Summed):
     """Whether an optimiser step diverged in any process (above 0), its loss and its gradient's norm, float32 `(3,)`."""
 
-    def __init__(self, trainer: pl.Trainer, values: Tensor, accumulated: int) -> None:
+    def __init__(self, trainer: pl.Trainer, values: Tensor) -> None:
         super().__init__(trainer, values)
-        last = trainer.fit_loop.epoch_loop.batch_idx
-        self.step = f"step {trainer.global_step + 1} (epoch {trainer.current_epoch + 1}, batch {last + 1})"
-        self.batches = range(last + 1 - accumulated, last + 1)
+        batch = trainer.fit_loop.epoch_loop.batch_idx + 1
+        self.step = f"step {trainer.global_step + 1} (epoch {trainer.current_epoch + 1}, batch {batch})"

@@ -44,7 +44,7 @@ from torchrope_lab.training.module import Module
 from torchrope_lab.training.signals import interrupted_by_signals
 from torchrope_lab.training.sizes import training_sizes
 from torchrope_lab.training.skipped import KeepSkipped
-from torchrope_lab.training.watch import Speed, count_tokens, log_settings, loggers
+from torchrope_lab.training.watch import Speed, log_settings, loggers
 
 QUIET: dict[str, Any] = dict(
     accelerator="gpu" if torch.cuda.is_available() else "cpu",
@@ -104,7 +104,7 @@ def train(
                     SeedEpoch(config.seed),
                     history,
                     KeepSkipped(folder, data),
-                    *callbacks(config, data, folder, module.chance_loss),
+                    *callbacks(config, folder, module.chance_loss),
                     *trainer_settings.pop("callbacks", []),
                 ],
                 plugins=[WholeCheckpoints(plain(config))],
@@ -144,25 +144,17 @@ def train(
     return module.to(trainer.strategy.root_device), history
 
 
-def callbacks(config: RunConfig, data: DataModule, folder: Path, chance_loss: float) -> list[Callback]:
+def callbacks(config: RunConfig, folder: Path, chance_loss: float) -> list[Callback]:
     """Build the configured callbacks."""
     execution = config.run
     configured: list[Callback] = [SaveOnSignal(folder), SaveCheckpoints(folder, execution.checkpoint_every)]
     if execution.on_nan != "ignore":
         configured.append(LossGuard(folder, DIVERGED * chance_loss, skip=execution.on_nan == "skip"))
     if execution.logs:
-        configured.append(Speed(_tokens(config, data)))
+        configured.append(Speed())
     if config.optim.ema_decay is not None:
         configured.append(AveragedWeights(config.optim.ema_decay))
     return configured
-
-
-def _tokens(config: RunConfig, data: DataModule) -> int | None:
-    """Return the tokens of an example; None where they depend on the sizes and the contents of images."""
-    if config.model.task != "classify":
-        return None
-    with torch.device("meta"):
-        return count_tokens(build_model(config.encoding, config.model, data), data.input_size)
 
 
 def _out_of_memory(config: RunConfig, devices: int) -> str:

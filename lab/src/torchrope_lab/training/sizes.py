@@ -12,6 +12,16 @@ KEPT_AXES = ("time", "depth")
 """Axes along which every input size has the data's length: frames and slices keep their number."""
 
 
+def size_name(size: Sequence[int]) -> str:
+    """Return a size as in names of files and levels: "8x8"."""
+    return "x".join(map(str, size))
+
+
+def size_title(size: Sequence[int] | str) -> str:
+    """Return a size, or one of `size_name`, as in tables: "8 × 8"."""
+    return " × ".join(size.split("x") if isinstance(size, str) else map(str, size))
+
+
 def training_sizes(optim: OptimConfig, model: ModelConfig, data: DataModule) -> tuple[Size, ...]:
     """Return the input sizes that training draws from; an empty tuple if all steps have the data's size."""
     if not optim.train_sizes:

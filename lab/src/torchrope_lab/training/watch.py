@@ -2,7 +2,6 @@
 
 import csv
 import hashlib
-import math
 import os
 import time
 from collections.abc import Sequence
@@ -16,11 +15,9 @@ from pytorch_lightning.loggers.csv_logs import ExperimentWriter
 from pytorch_lightning.loggers.logger import rank_zero_experiment
 
 from torchrope.files import write_whole
-from torchrope.models import ViT
 from torchrope_lab.mistakes import Mistake
 from torchrope_lab.settings.run_config import RunConfig, flat, plain
 from torchrope_lab.training.checkpoints import completes_step
-from torchrope_lab.training.commutators import generator_measures
 
 BACKWARD_AND_FORWARD = 3
 """Cost of a training step in forward passes: a backward pass costs two (Kaplan et al. 2020, section 2.1)."""
@@ -45,10 +42,9 @@ def log_settings(loggers: Sequence[Logger], config: RunConfig, folder: Path) -> 
 
 
 class Speed(Callback):
-    """Log loss, learning rate and throughput: examples and, if their number is known, tokens per second."""
+    """Log loss, learning rate and throughput in examples per second."""
 
-    def __init__(self, tokens: int | None) -> None:
-        self.tokens = tokens  # of one example
+    def __init__(self) -> None:
         self.examples = 0
         self.since = 0.0
 
@@ -59,12 +55,6 @@ class Speed(Callback):
     def on_train_epoch_start(self, *_: Any) -> None:
         """Reset the clock, so that validation is not timed."""
         self.on_train_start()
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log size and distance from commuting of the learned generators."""
-        measures = generator_measures(pl_module)
-        for logger in trainer.loggers if measures and trainer.is_global_zero else ():
-            logger.log_metrics(measures, step=trainer.global_step)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -82,17 +72,9 @@ class Speed(Callback):
                 "loss": float(pl_module.batch_loss),  # type: ignore[arg-type]  # Lightning's is divided
                 "lr": max(group["lr"] for group in trainer.optimizers[0].param_groups),
                 "samples_per_second": rate,
-                **({} if self.tokens is None else {"tokens_per_second": rate * self.tokens}),
             }
             for logger in trainer.loggers:
                 logger.log_metrics(measures, step=trainer.global_step)
-
-
-def count_tokens(model: Any, input_size: tuple[int, ...]) -> int | None:
-    """Return the number of tokens of a ViT for an input, including prefix tokens; None for other models."""
-    if not isinstance(model, ViT):
-        return None
-    return math.prod(model.embed.lattice(input_size)) + model.num_prefix
 
 
 class _Continued(ExperimentWriter):
