@@ -366,5 +366,5 @@ MINIATURES: dict[str, Callable[[Path], Path]] = {
     "segments": segments,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
-    **{name: {"frames": 2, "size": 16} for name in ("videos", "ucf101", "volumes", "rsna")},
+    **{name: {"frames": 2, "size": 16} for name in ("videos", "ucf101", "volumes", "rsna")}
 }
