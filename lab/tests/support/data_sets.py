@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from miniatures import noise
 
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.data_config import data_config
+from torchrope_lab.data.draws import Draws
 
 
 def load_data(name: str, root: Path | None = None, **settings: Any) -> Any:
@@ -26,6 +28,24 @@ def place(data: Any, epoch: int, rank: int = 0, ranks: int = 1) -> Any:
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
     data.trainer = SimpleNamespace(current_epoch=epoch, world_size=ranks, global_rank=rank, strategy=strategy)
     return data
+
+
+def pictures_of(count: int, side: int = 32) -> torch.Tensor:
+    """Coloured noise, bytes `(count, 3, side, side)`."""
+    return torch.from_numpy(noise(count, side))
+
+
+def draws(count: int, seed: int = 0) -> Draws:
+    """What is drawn for the first examples of a set."""
+    return Draws(seed, list(range(count)))
+
+
+def spoil(file: Path, content: str | None) -> None:
+    """Write another content, or take a file or folder away."""
+    if content is None:
+        file.rename(file.with_name(f"{file.name}.away"))
+    else:
+        file.write_text(content)
 
 
 @contextmanager
