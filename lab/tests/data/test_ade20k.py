@@ -1,30 +1,24 @@
 """Tests of ADE20k and of `segments`: images with masks of class indices."""
 
 import logging
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from data_sets import load_data, refused
 from miniatures import MINIATURES, ade20k, encoded, index_mask, picture, png, segments, write
 from PIL import Image
 from torchvision.transforms import v2
 
 from torchrope_lab.data.boxes_and_maps import FileSet
-from torchrope_lab.data.build import make_data
-from torchrope_lab.data.data_config import AugmentConfig, data_config
 from torchrope_lab.data.faults import TooManyFaults
-from torchrope_lab.data.maps import MapModule
 
 BASE = "ADEChallengeData2016"
 
 
-def load(name: str, root: Path, augment: dict | None = None, **options) -> MapModule:
-    options = {"size": 32, "batch_size": 2, **options}
-    data = make_data(data_config(name, root=str(root), augment=AugmentConfig(**augment or {}), **options))
-    data.setup()
-    assert isinstance(data, MapModule)
-    return data
+load = partial(load_data, size=32, batch_size=2)
 
 
 def parts(name: str, root: Path, **options) -> tuple[FileSet, FileSet]:
@@ -82,37 +76,9 @@ def test_training_scales_images_by_half_to_two_and_crops(tmp_path):
     assert {tuple(image.shape[1:]) for image, _ in steady.of_epoch(3)} == {(24, 24)}
 
 
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (
-            lambda base: (base / "objectInfo150.txt").unlink(),
-            r"--data.root must hold ADEChallengeData2016 with .*; from data.csail.mit.edu/.*; got",
-        ),
-        (
-            lambda base: write(base / "objectInfo150.txt", "Idx\tName\n1\ta\n3\tb\n"),
-            r"must have the tab-separated columns Idx \(1, 2, ",
-        ),
-        (
-            lambda base: write(base / "objectInfo150.txt", "nothing\n"),
-            r"objectInfo150.txt must have the tab-separated columns Idx",
-        ),
-        (lambda base: (base / "images/validation").rename(base / "images/test"), r"--data.root must hold .*; got '"),
-    ],
-)
-def test_ade20k_rejects_other_layouts(tmp_path, edit, message):
-    edit(ade20k(tmp_path) / BASE)
-    with pytest.raises(ValueError, match=message) as error:
-        load("ade20k", tmp_path)
-    assert "\n" not in str(error.value)
-
-
 TRAIN = "training/ADE_train_00000002"
 DAMAGE = {
-    "another size": (
-        png(index_mask(30, 20, 9, 1)),
-        "its mask must have the size of the image, 72x56 .* got 20x30",
-    ),
+    "another size": (png(index_mask(30, 20, 9, 1)), "its mask must have the size of the image, 72x56 .* got 20x30"),
     "beyond": (png(np.full((56, 72), 151, np.uint8)), "indices in its mask must be between 0 and 150, got 151"),
     "in colour": (
         encoded(picture(56, 72, 1), "PNG"),
@@ -133,9 +99,8 @@ def test_damaged_mask_is_skipped_with_warning_or_raises(tmp_path, caplog, damage
     assert names == ["1", "3", "3", "4", "5"]
     assert len(caplog.messages) == 1
     assert f"images/{TRAIN}.jpg" in caplog.messages[0]
-    with pytest.raises(TooManyFaults, match=rf"got 1: images/{TRAIN}.jpg \({message}") as error:
+    with refused(rf"got 1: images/{TRAIN}.jpg \({message}", TooManyFaults):
         list(load("ade20k", tmp_path, max_skipped=0)._made_datasets()[0])
-    assert "\n" not in str(error.value)
 
 
 def test_damaged_image_is_skipped_and_listed(tmp_path):
@@ -160,7 +125,7 @@ def test_file_without_counterpart_is_skipped_or_raises(tmp_path, caplog, file, m
         data = load("ade20k", tmp_path)
     assert data.counts == (4, 3)
     assert len(caplog.messages) == 1
-    with pytest.raises(TooManyFaults, match=f"--data.max_skipped = 0 .* got 1: {message}"):
+    with refused(f"--data.max_skipped = 0 .* got 1: {message}", TooManyFaults):
         load("ade20k", tmp_path, max_skipped=0)
 
 
@@ -195,7 +160,7 @@ def test_segments_without_val_hold_out_a_fifth(tmp_path, layout):
 
 def test_segments_with_parts_of_other_names_are_refused(tmp_path):
     segments(tmp_path, parts=("training", "validation"))
-    with pytest.raises(ValueError, match=r"^parts must be called train and val, got training, validation in"):
+    with refused(r"^parts must be called train and val, got training, validation in"):
         load("segments", tmp_path)
 
 
@@ -248,14 +213,6 @@ def without_objects(root: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda root: (root / "masks").rename(root / "labels"), "^--data.root must hold images/train.*; got '"),
-        (lambda root: (root / "images/train").rename(root / "old"), "^--data.root must hold images/train.*; got '"),
-        (
-            lambda root: write(root / "classes.txt", "road\n\nsky\n"),
-            "^classes.txt must name 2 to 255 different classes",
-        ),
-        (lambda root: write(root / "classes.txt", "road\nroad\n"), "^classes.txt must name 2 to 255 different classes"),
-        (lambda root: (root / "masks/val").rename(root / "masks/test"), "No such file or directory: '.*/masks/val'$"),
         (without_objects, r"^masks must have indices of at least two classes \(255 is unlabelled\), got only 0 in"),
         (
             lambda root: [without_objects(root), write(root / "classes.txt", "road\nsky\n")],
@@ -267,17 +224,14 @@ def without_objects(root: Path) -> None:
         ),
     ],
 )
-def test_segments_rejects_other_layouts(tmp_path, edit, message):
+def test_masks_without_objects_or_files_are_refused(tmp_path, edit, message):
     edit(segments(tmp_path))
-    with pytest.raises((ValueError, OSError), match=message) as error:
+    with refused(message):
         load("segments", tmp_path)
-    assert "\n" not in str(error.value)
 
 
 def test_mask_index_above_named_classes_raises(tmp_path):
     segments(tmp_path)
     write(tmp_path / "classes.txt", "road\nsky\n")
-    with pytest.raises(
-        TooManyFaults, match=r"images/train/scene\d.jpg \(indices in its mask must be between 0 and 1, got 2"
-    ):
+    with refused(r"images/train/scene\d.jpg \(indices in its mask must be between 0 and 1, got 2", TooManyFaults):
         list(load("segments", tmp_path, max_skipped=0)._made_datasets()[0])

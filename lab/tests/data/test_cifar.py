@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from data_sets import refused
 from miniatures import CIFAR_FOLDERS as FOLDERS
 from miniatures import cifar, cifar_parts
 from torchvision import datasets as torchvision_datasets
@@ -86,7 +87,7 @@ def test_download_is_verified_and_cached(tmp_path, monkeypatch):
 
     archive.write_bytes(gzip.compress(b"another file"))
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "other"))
-    with pytest.raises(ValueError, match=r"^CIFAR-100 must be downloadable, or --data.root .*not found or corrupted"):
+    with refused(r"^CIFAR-100 must be downloadable, or --data.root .*not found or corrupted"):
         load("100", None).datasets()
 
 
@@ -97,15 +98,12 @@ def test_failed_download_names_files_and_address(tmp_path, monkeypatch, kind):
 
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr("torchvision.datasets.cifar.download_and_extract_archive", fail)
-    with pytest.raises(ValueError, match=rf"{FOLDERS[kind]}/ .*\.tar\.gz.*cs\.toronto\.edu.*got: no network$") as error:
+    with refused(rf"{FOLDERS[kind]}/ .*\.tar\.gz.*cs\.toronto\.edu.*got: no network$"):
         load(kind, None).setup()
-    assert "\n" not in str(error.value)
 
 
 def test_root_without_files_is_rejected(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"^--data.root must be or hold cifar-10-batches-py/ or cifar-10-python.*, got '"
-    ):
+    with refused(r"^--data.root must be or hold cifar-10-batches-py/ or cifar-10-python.*, got '"):
         load("10", tmp_path).setup()
 
 
@@ -131,7 +129,7 @@ def test_unknown_pickle_is_not_executed(tmp_path, name):
     mark.rmdir()
     root = cifar(tmp_path / "data", "100")
     (root / FOLDERS["100"] / name).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"with their MD5 sums, got a missing or different {name}$"):
+    with refused(rf"with their MD5 sums, got a missing or different {name}$"):
         load("100", root).setup()
     assert not mark.exists()
 
@@ -142,17 +140,13 @@ def test_damaged_and_missing_files_are_named(tmp_path, kind):
     first, *_, last = sorted(path for path in folder.iterdir() if "meta" not in path.name)
     first.unlink()
     last.write_bytes(last.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"must hold the files of https://") as error:
+    named = rf"({first.name}, {last.name}|{last.name}, {first.name})"
+    with refused(rf"must hold the files of https://.*missing or different {named}$"):
         load(kind, tmp_path).setup()
-    assert "\n" not in str(error.value)
-    assert set(str(error.value).partition("missing or different ")[2].split(", ")) == {first.name, last.name}
 
 
 def test_incomplete_archive_is_not_unpacked(tmp_path):
     (archive,) = cifar(tmp_path, "100", packed=True).iterdir()
     archive.write_bytes(archive.read_bytes()[:-1])
-    with pytest.raises(
-        ValueError, match=rf"{archive.name} must be .* with the MD5 sum [0-9a-f]+, got another"
-    ) as error:
+    with refused(rf"{archive.name} must be .* with the MD5 sum [0-9a-f]+, got another"):
         load("100", tmp_path).setup()
-    assert "\n" not in str(error.value)

@@ -5,30 +5,25 @@ import copy
 import io
 import json
 import logging
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from data_sets import load_data, refused
 from miniatures import COCO_CATEGORIES, coco, encoded, picture, write
+from PIL import Image
 from pycocotools.coco import COCO
 
 from torchrope_lab.data.boxes_and_maps import FileSet
-from torchrope_lab.data.build import make_data
-from torchrope_lab.data.coco import Coco
-from torchrope_lab.data.data_config import AugmentConfig, data_config
 from torchrope_lab.data.faults import TooManyFaults
 
 TRAIN = "annotations/instances_train2017.json"
 VAL = "annotations/instances_val2017.json"
 
 
-def load(root: Path, augment: dict | None = None, **options) -> Coco:
-    options = {"size": 32, "batch_size": 2, **options}
-    data = make_data(data_config("coco", root=str(root), augment=AugmentConfig(**augment or {}), **options))
-    data.setup()
-    assert isinstance(data, Coco)
-    return data
+load = partial(load_data, "coco", size=32, batch_size=2)
 
 
 def sets(root: Path, **options) -> tuple[FileSet, FileSet]:
@@ -112,25 +107,9 @@ def test_resize_sets_shorter_side_and_bounds_longer_side(tmp_path):
 def test_pixels_are_normalised_by_imagenet_statistics(tmp_path):
     (train, _), root = sets(coco(tmp_path), size=48), tmp_path
     image, target = train[[path for path, _ in train.samples].index("train2017/000000000005.jpg")]
-    from PIL import Image
-
     pixels = np.asarray(Image.open(root / target["name"]).convert("RGB"), np.float32) / 255
     expected = (pixels - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
     torch.testing.assert_close(image, torch.from_numpy(expected).float().permute(2, 0, 1), atol=1e-5, rtol=1e-5)
-
-
-def test_scale_jitter_crops_to_the_size(tmp_path):
-    train, val = sets(coco(tmp_path), size=40, augment={"scale_jitter": (0.5, 2.0), "flip": True})
-    sizes = set()
-    for seed in range(10):
-        for image, target in train.of_epoch(seed):
-            height, width = image.shape[1:]
-            sizes.add((height, width))
-            assert max(height, width) <= 40
-            assert (target["boxes"] <= torch.tensor([width, height, width, height])).all()
-            assert len(target["boxes"]) == len(target["labels"])
-    assert len(sizes) > 10
-    assert min(val[0][0].shape[1:]) == 40
 
 
 # Layouts
@@ -173,7 +152,7 @@ def test_image_of_both_parts_is_refused(tmp_path):
     write(root / VAL, (root / TRAIN).read_bytes())
     (root / "val2017").rename(root / "old")
     (root / "train2017").rename(root / "images")
-    with pytest.raises(ValueError, match=r"^an image must be in train or in val, got 'images/.*' and 5 more in both$"):
+    with refused(r"^an image must be in train or in val, got 'images/.*' and 5 more in both$"):
         load(root)
 
 
@@ -216,15 +195,13 @@ def test_invalid_annotation_is_skipped_with_warning_or_raises(tmp_path, caplog, 
     with caplog.at_level(logging.WARNING):
         data = load(root)
     (warning,) = caplog.messages
-    named = r"train2017/000000000001.jpg annotation 100 \("
-    match = pytest.raises(TooManyFaults, match=f"^at most --data.max_skipped = 0 .* got 1: {named}{message}")
-    assert warning.startswith("skipped 1 of 30 images and annotations: train2017/000000000001.jpg annotation 100 (")
-    assert [name for name, _ in data.skipped] == ["train2017/000000000001.jpg annotation 100"]
+    named = "train2017/000000000001.jpg annotation 100"
+    assert warning.startswith(f"skipped 1 of 30 images and annotations: {named} (")
+    assert [name for name, _ in data.skipped] == [named]
     labels = [target["labels"].tolist() for _, target in data._made_datasets()[0]]
     assert labels == [expected[0][1:], *expected[1:]]
-    with match as error:
+    with refused(rf"^at most --data.max_skipped = 0 .* got 1: {named} \({message}", TooManyFaults):
         load(root, max_skipped=0)
-    assert "\n" not in str(error.value)
 
 
 def test_box_is_clipped_to_the_image(tmp_path):
@@ -236,10 +213,7 @@ def test_box_is_clipped_to_the_image(tmp_path):
 
 
 IMAGES = {
-    "missing": (
-        lambda root, content: (root / "train2017/000000000001.jpg").unlink(),
-        r"000000000001.jpg \(missing\)",
-    ),
+    "missing": (lambda root, content: (root / "train2017/000000000001.jpg").unlink(), r"000000000001.jpg \(missing\)"),
     "unlisted": (
         lambda root, content: content["annotations"][0].update(image_id=4711),
         r"instances_train2017.json annotation 100 \(image_id must be the id of a listed image, got 4711\)",
@@ -262,9 +236,8 @@ def test_invalid_image_is_skipped_with_warning_or_raises(tmp_path, caplog, fault
         data = load(root)
     assert len(caplog.messages) == 1
     assert data.counts[0] == (5 if fault in ("unlisted", "twice") else 4)
-    with pytest.raises(TooManyFaults, match=message) as error:
+    with refused(message, TooManyFaults):
         load(root, max_skipped=0)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -286,17 +259,13 @@ def test_unreadable_image_is_replaced_by_the_next(tmp_path, caplog, content, mes
     assert names == ["01.jpg", "03.jpg", "03.jpg", "05.jpg", "06.jpg"]
     assert len(data.skipped) == 1
     assert len(caplog.messages) == 1
-    with pytest.raises(TooManyFaults, match=message):
+    with refused(message, TooManyFaults):
         list(load(root, max_skipped=0)._made_datasets()[0])
 
 
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (
-            lambda root: write(root / TRAIN, "{not json"),
-            "annotations must be COCO's JSON .* got instances_train2017.json: ",
-        ),
         (lambda root: change(root, TRAIN, lambda c: c.pop("categories")), "train2017.json: no 'categories'$"),
         (
             lambda root: change(root, VAL, lambda c: c["categories"][1].update(name="bus")),
@@ -307,15 +276,6 @@ def test_unreadable_image_is_replaced_by_the_next(tmp_path, caplog, content, mes
             "^ids of categories must be different integers, which those of instances_train2017.json are not$",
         ),
         (
-            lambda root: (root / TRAIN).unlink(),
-            "got captions_train2017.json: no 'images'$",
-        ),
-        (
-            lambda root: write(root / "annotations" / "instances_train2014.json", "{}"),
-            "^--data.root must hold .*; got instances_train2014.json, instances_train2017.json$",
-        ),
-        (lambda root: (root / "train2017").rename(root / "pictures"), "got no image of train in '.*'$"),
-        (
             lambda root: change(root, TRAIN, lambda c: c.update(annotations=[])),
             "^--data.root must hold images with objects to train on and images to validate on, got 0 and 4$",
         ),
@@ -324,15 +284,10 @@ def test_unreadable_image_is_replaced_by_the_next(tmp_path, caplog, content, mes
 def test_coco_rejects_other_formats(tmp_path, edit, message):
     root = coco(tmp_path)
     edit(root)
-    with pytest.raises(ValueError, match=message) as error:
+    with refused(message):
         load(root)
-    assert "\n" not in str(error.value)
 
 
-def test_missing_root_error_names_the_expected_files(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"^--data.root must be a folder with COCO \(annotations/.*cocodataset.org\), got None$"
-    ):
-        make_data(data_config("coco"))
-    with pytest.raises(ValueError, match=r"^--data.root must hold annotations/.*; got none for train in '.*'$"):
+def test_folder_without_annotations_is_refused(tmp_path):
+    with refused(r"^--data.root must hold annotations/.*; got none for train in '.*'$"):
         load(tmp_path)

@@ -4,29 +4,23 @@ import logging
 import math
 import subprocess
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import pytorch_lightning as pl
 import torch
 import yaml
-from miniatures import MINIATURES, OPTIONS, imagenet_shards
+from data_sets import batches_of_training, load_data, refused, spoil
+from miniatures import MINIATURES, OPTIONS, WNIDS, imagenet, imagenet_shards
 from PIL import EpsImagePlugin, Image
 
 from torchrope_lab.data import folders, images
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.data_config import (
-    AugmentConfig,
-    data_config,
-    data_sets_with,
-    options,
-    settings_of,
-)
-from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.data_config import AugmentConfig, data_config, data_sets_with, options, settings_of
 from torchrope_lab.data.digits import Digits, split_digits
-from torchrope_lab.data.images import Images, split_parts
+from torchrope_lab.data.images import split_parts
 from torchrope_lab.data.motion import FRAMES, VELOCITIES, Motion, make_clips, render_clips
 from torchrope_lab.data.sets import DATA_NAMES, NAMES_DENSE
 from torchrope_lab.data.tensors import balanced_subset
@@ -65,17 +59,14 @@ def picture_folder(root: Path, count: int, order=1) -> Path:
     return root
 
 
-def load_images(root, **options) -> Images:
-    data = make_data(data_config("images", root=None if root is None else str(root), **options))
-    data.setup("fit")
-    return data
+load_images = partial(load_data, "images")
 
 
 @pytest.mark.parametrize("parts", [("Training", "Testing"), ("train", "test"), ("Train", "Val")])
 def test_parts_of_other_names_are_not_classes(tmp_path, parts):
     for part in parts:
         picture_folder(tmp_path / part, 4)
-    with pytest.raises(ValueError, match="train and val"):
+    with refused("train and val"):
         load_images(tmp_path)
 
 
@@ -92,14 +83,6 @@ def test_other_pixels_have_another_fingerprint(tmp_path):
     other = picture_folder(tmp_path / "b", 4)
     draw(next(other.rglob("0.png")), (1, 2, 3))
     assert load_images(other).fingerprint != first
-
-
-def one_line(error: pytest.ExceptionInfo) -> bool:
-    return "\n" not in str(error.value)
-
-
-def whole(dataset) -> tuple[torch.Tensor, torch.Tensor]:
-    return dataset.__getitems__(range(len(dataset)))
 
 
 # Configuration
@@ -144,28 +127,28 @@ REFUSED_AUGMENT: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("name", "values", "message"), REFUSED)
 def test_data_config_rejects_bad_values(name, values, message):
-    with pytest.raises(ValueError, match=f"^--data.{message}$"):
+    with refused(f"^--data.{message}$"):
         data_config(name, **values)
 
 
 @pytest.mark.parametrize(("name", "augment", "message"), REFUSED_AUGMENT)
 def test_data_config_rejects_bad_augmentation(name, augment, message):
-    with pytest.raises(ValueError, match=f"^--data.augment.{message}$"):
+    with refused(f"^--data.augment.{message}$"):
         data_config(name, augment=augment)
 
 
 def test_settings_of_all_data_sets_are_those_of_one():
     assert data_config("digits", augment=AugmentConfig(mixup=0.8)).augment.mixup == 0.8
-    with pytest.raises(ValueError, match=r"^--data\.augment\.crop_padding is for images, .* got --data digits$"):
+    with refused(r"^--data\.augment\.crop_padding is for images, .* got --data digits$"):
         data_config("digits", augment=AugmentConfig(crop_padding=2))
 
 
 def test_unknown_names_are_told_with_what_is_near():
     names = f"{', '.join(DATA_NAMES)}, hf:NAME, webdataset:FOLDER, mypackage.module:source or FILE.py:source"
-    with pytest.raises(ValueError, match=rf"^--data must be one of {names}, got 'birds'; did you mean 'videos'\?$"):
+    with refused(rf"^--data must be one of {names}, got 'birds'; did you mean 'videos'\?$"):
         data_config("birds")
     rule = r"^there is no option --data\.batch_sise of digits; did you mean '--data\.batch_size'\?$"
-    with pytest.raises(ValueError, match=rule):
+    with refused(rule):
         data_config(batch_sise=8)
 
 
@@ -177,7 +160,7 @@ def test_data_config_has_only_settings_of_its_data_set(name):
     assert data_config(**plain(config)) == config
     assert {*plain(config)} | {f"augment.{setting}" for setting in plain(config)["augment"]} == {*options(type(config))}
     assert ("augment.mixup" in options(type(config))) == (name not in NAMES_DENSE and type(config).lattice)
-    with pytest.raises(ValueError, match=f"there is no option --data.colour of {name}"):
+    with refused(f"there is no option --data.colour of {name}"):
         data_config(name, colour=1)
 
 
@@ -193,92 +176,54 @@ def test_data_config_survives_a_round_trip(name):
     assert run.data.batch_size == 3
 
 
-@pytest.fixture(params=[name for name in DATA_NAMES if name not in NAMES_DENSE])
-def any_data(request, tmp_path) -> DataModule:
-    """A small instance of every classification data set; the others are in test_dense.py."""
-    write = MINIATURES.get(request.param)
-    options = {**OPTIONS.get(request.param, {}), **({} if write is None else {"root": str(write(tmp_path))})}
-    data = make_data(data_config(request.param, **{**options, "batch_size": 4, "train_size": 16, "val_size": 10}))
-    data.setup("fit")
-    return data
-
-
-def test_data_sets_have_the_required_properties(any_data):
-    train, val = any_data.train_dataloader().dataset, any_data.val_dataloader().dataset
+@pytest.mark.parametrize("name", [name for name in DATA_NAMES if name not in NAMES_DENSE])  # see test_dense.py
+def test_data_sets_have_the_required_properties(tmp_path, name):
+    root = MINIATURES[name](tmp_path) if name in MINIATURES else None
+    data = load_data(name, root, batch_size=4, train_size=16, val_size=10, **OPTIONS.get(name, {}))
+    train, val = data.train_dataloader().dataset, data.val_dataloader().dataset
     inputs, label = train[0]
-    if any_data.lattice:
-        assert inputs.shape == (any_data.in_channels, *any_data.input_size)
-        assert any_data.num_axes == len(any_data.input_size)
+    if data.lattice:
+        assert inputs.shape == (data.in_channels, *data.input_size)
+        assert data.num_axes == len(data.input_size)
     else:
-        assert 1 <= len(inputs) <= any_data.config.size
-        assert inputs.shape[1:] == (any_data.in_channels + any_data.num_axes,)
-        assert any_data.num_axes == len(any_data.scale) == len(any_data.extent)
+        assert 1 <= len(inputs) <= data.config.size
+        assert inputs.shape[1:] == (data.in_channels + data.num_axes,)
+        assert data.num_axes == len(data.scale) == len(data.extent)
         assert inputs.isfinite().all()
     assert inputs.dtype == torch.float32
     assert type(label) is int
-    assert any_data.num_axes == len(any_data.axes)
-    assert any_data.num_classes == len(set(any_data.classes)) > 1
-    assert any_data.counts == (len(train), len(val)) == (16, 10)
-    assert {label for _, label in (train[i] for i in range(len(train)))} <= set(range(any_data.num_classes))
-    assert any_data.skipped == []
-    assert any_data.description.endswith(".")
-    assert any_data.title
-    assert_batches_hold_every_example_once(any_data)
-
-
-def assert_batches_hold_every_example_once(any_data):
-    for loader, count in zip((any_data.train_dataloader(), any_data.val_dataloader()), any_data.counts, strict=True):
+    assert data.num_axes == len(data.axes)
+    assert data.num_classes == len(set(data.classes)) > 1
+    assert data.counts == (len(train), len(val)) == (16, 10)
+    assert {label for _, label in (train[i] for i in range(len(train)))} <= set(range(data.num_classes))
+    assert data.skipped == []
+    assert data.description.endswith(".")
+    assert data.title
+    for loader, count in zip((data.train_dataloader(), data.val_dataloader()), data.counts, strict=True):
         batches = list(loader)
         assert sum(len(labels) for _, labels in batches) == count
-        assert batches[0][0].ndim == (2 + any_data.num_axes if any_data.lattice else 3)
-        assert not any_data.lattice or batches[0][0].shape[1:] == (any_data.in_channels, *any_data.input_size)
+        assert batches[0][0].ndim == (2 + data.num_axes if data.lattice else 3)
+        assert not data.lattice or batches[0][0].shape[1:] == (data.in_channels, *data.input_size)
         assert batches[0][1].dtype == torch.int64
-    assert len(next(iter(any_data.train_dataloader()))[1]) == 4
+    assert len(next(iter(data.train_dataloader()))[1]) == 4
 
 
 # The order of the examples
 
 
-class Recorder(pl.LightningModule):
-    """Records the labels of every epoch; the loss has no meaning."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(64, 10)
-        self.epochs: dict[int, list[int]] = {}
-
-    def training_step(self, batch, _):
-        self.epochs.setdefault(self.current_epoch, []).extend(batch[1].tolist())
-        return self.layer(batch[0].flatten(1)).square().mean()
-
-    def validation_step(self, batch, _):
-        pass
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-def orders_of(run_seed: int) -> dict[int, list[int]]:
+def orders_of(run_seed: int) -> list[tuple[int, ...]]:
+    """The labels of each of three epochs, in the order of a training."""
     data = make_data(data_config("digits", train_size=100))
     data.run_seed = run_seed
-    recorder = Recorder()
-    trainer = pl.Trainer(
-        max_epochs=3,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(recorder, data)
-    return recorder.epochs
+    labels = torch.cat([labels for _, labels in batches_of_training(data, 3)])
+    return [tuple(epoch.tolist()) for epoch in labels.split(100)]
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
 def test_order_depends_on_run_seed_and_epoch_only():
     first, other = orders_of(3), orders_of(4)
     assert orders_of(3) == first
-    orders = [tuple(order) for run in (first, other) for order in run.values()]
+    orders = [*first, *other]
     assert len(set(orders)) == 6, "an epoch repeats the order of another"
     assert all(sorted(order) == sorted(orders[0]) for order in orders)
 
@@ -326,7 +271,7 @@ def test_splitting_compares_each_label_a_few_times() -> None:
 def test_balanced_subset_rejects_impossible_sizes(size):
     labels = torch.tensor([0] * 50 + [1] * 30 + [2] * 4)
     message = rf"^--data.val_size must be between 3 \(one per class\) and 84 \(all examples\), got {size}$"
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         balanced_subset(labels, size, 0, "val_size")
 
 
@@ -430,7 +375,7 @@ def test_motion_frame_contains_the_whole_digit():
 
 def test_motion_requires_a_clip_per_class():
     rule = r"^--data.train_size and --data.val_size must be at least 8 \(one per class\), got 3$"
-    with pytest.raises(ValueError, match=rule):
+    with refused(rule):
         Motion(data_config("motion", val_size=3))
 
 
@@ -492,22 +437,20 @@ def test_images_are_normalised_by_training_statistics(tmp_path):
     assert val[0][0].mean() > 1
 
 
-@pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "1", "CMYK"])
-def test_load_image_converts_other_8_bit_modes(tmp_path, mode):
+TRANSPARENT = pytest.param("P", {"transparency": bytes(range(256))}, id="transparent palette")
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"), [*((mode, {}) for mode in ("L", "LA", "P", "RGBA", "1", "CMYK")), TRANSPARENT]
+)
+def test_load_image_converts_other_8_bit_modes(tmp_path, mode, options):
     suffix = "tif" if mode == "CMYK" else "png"
     for name in COLOURS:
         for number in range(2):
-            draw(tmp_path / name / f"{number}.{suffix}", mode=mode)
+            draw(tmp_path / name / f"{number}.{suffix}", mode=mode, **options)
     data = load_images(tmp_path)
     assert data.skipped == []
     assert next(iter(data.train_dataloader()))[0].shape == (2, 3, 64, 64)
-
-
-def test_load_image_converts_transparent_palettes(tmp_path):
-    for name in COLOURS:
-        for number in range(2):
-            draw(tmp_path / name / f"{number}.png", mode="P", transparency=bytes(range(256)))
-    assert load_images(tmp_path).counts == (2, 2)
 
 
 SIXTEEN_BITS = np.linspace(0, 65535, 48).astype(np.uint16).reshape(6, 8)
@@ -560,33 +503,24 @@ def add_system_files(root: Path) -> None:
         (folder / ".hidden" / files[0].name).write_bytes(b"x")
 
 
+WRITTEN = {name: (name, make) for name, make in MINIATURES.items() if "cifar" not in name}
+WRITTEN["shards"] = ("imagenet", imagenet_shards)
+SLOW = ("videos", "ucf101", "volumes")
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in ("videos", "ucf101", "volumes") else ())
-        for name in MINIATURES
-        if "cifar" not in name
-    ],
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in SLOW else ()) for kind in WRITTEN]
 )
-def test_files_of_the_operating_system_are_ignored(tmp_path, caplog, name):
-    root = MINIATURES[name](tmp_path / "data")
-    options = {"root": str(root), **OPTIONS.get(name, {})}
-    fingerprint = make_data(data_config(name, **options)).fingerprint
-    add_system_files(root)
+def test_files_of_the_operating_system_are_ignored(tmp_path, caplog, kind):
+    name, make = WRITTEN[kind]
+    config = data_config(name, root=str(make(tmp_path / "data")), **OPTIONS.get(name, {}))
+    fingerprint = make_data(config).fingerprint
+    add_system_files(tmp_path / "data")
     caplog.clear()
-    data = make_data(data_config(name, **options))
+    data = make_data(config)
     assert data.fingerprint == fingerprint
     assert data.skipped == []
     assert caplog.messages == []
-
-
-def test_files_of_the_operating_system_are_no_shards(tmp_path):
-    root = imagenet_shards(tmp_path)
-    fingerprint = make_data(data_config("imagenet", root=str(root), size=16)).fingerprint
-    add_system_files(root)
-    data = make_data(data_config("imagenet", root=str(root), size=16))
-    assert data.fingerprint == fingerprint
-    assert data.skipped == []
 
 
 def test_unread_files_are_named_in_one_warning(tmp_path, caplog):
@@ -676,7 +610,6 @@ def test_damaged_files_are_skipped_named_and_counted(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("names", "root", "message"),
     [
-        ([], None, r"--data.root must be a folder with images \(root/<class>.*\), got None"),
         ([], "absent", r"--data.root must be a folder with images \(root/<class>.*\), got '.*absent'"),
         (["a.png"], "a.png", r"--data.root must be a folder with images \(root/<class>.*\), got '.*a.png'"),
         ([], "", r"--data.root must hold one sub-folder per class, two or more \(.*\), got none in '.*'"),
@@ -715,9 +648,54 @@ def test_images_rejects_other_layouts(tmp_path, names, root, message):
         (tmp_path / name).mkdir(parents=True) if name.endswith("/") else draw(tmp_path / name)
         if "cut" in name:
             truncate(tmp_path / name)
-    with pytest.raises(ValueError, match=f"^{message}$") as error:
-        load_images(None if root is None else tmp_path / root)
-    assert one_line(error)
+    with refused(f"^{message}$"):
+        load_images(tmp_path / root)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("images", "root/<class>.*"), ("imagenet", "train/.*val.*image-net.org.*"), ("coco", "annotations/.*dataset.org")],
+)
+def test_folder_is_asked_for_with_its_layout_and_source(name, layout):
+    with refused(rf"^--data.root must be a folder with \w+ \({layout}\), got None$"):
+        make_data(data_config(name))
+
+
+ADE, TRAIN = "ADEChallengeData2016", "annotations/instances_train2017.json"
+LISTS, UCF101 = "ucfTrainTestlist", "ucfTrainTestlist/classInd.txt"
+SEGMENTS, CLASSES = "^--data.root must hold images/train.*; got '", "^classes.txt must name 2 to 255 different classes"
+LAYOUTS: list[tuple[str, str, str | None, str]] = [  # a file or folder, what is in it instead, None if it is away
+    ("ade20k", f"{ADE}/objectInfo150.txt", None, f"must hold {ADE} with .*; from data.csail.mit.edu/.*; got"),
+    ("ade20k", f"{ADE}/objectInfo150.txt", "Idx\tName\n1\ta\n3\tb\n", r"the tab-separated columns Idx \(1, 2, "),
+    ("ade20k", f"{ADE}/objectInfo150.txt", "nothing\n", "objectInfo150.txt must have the tab-separated columns Idx"),
+    ("ade20k", f"{ADE}/images/validation", None, "^--data.root must hold .*; got '"),
+    ("segments", "masks", None, SEGMENTS),
+    ("segments", "images/train", None, SEGMENTS),
+    ("segments", "classes.txt", "road\n\nsky\n", CLASSES),
+    ("segments", "classes.txt", "road\nroad\n", CLASSES),
+    ("segments", "masks/val", None, "No such file or directory: '.*/masks/val'$"),
+    ("coco", TRAIN, "{not json", "annotations must be COCO's JSON .* got instances_train2017.json: "),
+    ("coco", TRAIN, None, "got captions_train2017.json: no 'images'$"),
+    ("coco", TRAIN.replace("7.", "4."), "{}", "got instances_train2014.json, instances_train2017.json$"),
+    ("coco", "train2017", None, "got no image of train in '.*'$"),
+    ("imagenet", "LOC_val_solution.csv", None, "val must have class folders, or .* LOC_val_sol"),
+    ("imagenet", "LOC_val_solution.csv", "ImageId,x\n", "every image of val, got None for ILS"),
+    ("imagenet", "train", None, r"--data.root must hold train/<class>/\*.*image-net\.org"),
+    ("imagenet", f"train/{WNIDS[3]}", None, f"got '{WNIDS[3]}' for ILSVRC2012_val"),
+    ("ucf101", UCF101, None, r"hold UCF101 \(root/UCF-101/<class>.*crcv.ucf.edu.*\), got '.*' without classInd.txt$"),
+    ("ucf101", "UCF-101", None, "^--data.root must hold UCF101 .*, got '.*' without ApplyEyeMakeup$"),
+    ("ucf101", UCF101, "1 a\n3 b\n", "classInd.txt must number two or more classes from 1 up, got 1, 3$"),
+    ("ucf101", f"{LISTS}/trainlist01.txt", "Biking/a.avi 1\n", "must name videos .* classInd.txt, got 'Biking.* 1'$"),
+    ("ucf101", f"{LISTS}/testlist01.txt", "Biking/a.avi\n", "^split 1's test list must name readable videos, found 0"),
+]
+
+
+@pytest.mark.parametrize(("name", "file", "content", "message"), LAYOUTS)
+def test_incomplete_folder_says_what_is_expected(tmp_path, name, file, content, message):
+    root = imagenet(tmp_path, "kaggle") if name == "imagenet" else MINIATURES[name](tmp_path)
+    spoil(root / file, content)
+    with refused(message, (ValueError, OSError)):
+        load_data(name, root)
 
 
 def test_class_folder_that_cannot_be_listed_is_not_empty(tmp_path, monkeypatch):

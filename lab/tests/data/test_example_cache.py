@@ -3,21 +3,21 @@
 import errno
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from miniatures import MINIATURES
+from data_sets import load_data, place
+from miniatures import MINIATURES, OPTIONS
 from PIL import Image
 from video_files import encode, video_folder
 from volume_files import head, nifti_folder, rsna_folder, write_nifti
 
 from torchrope_lab.data import cache, dicom, faults, images, maps, videos, volumes
-from torchrope_lab.data.build import make_data
-from torchrope_lab.data.data_config import AugmentConfig, data_config
+from torchrope_lab.data.data_config import AugmentConfig
 from torchrope_lab.data.datamodule import DataModule
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -36,17 +36,12 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return cache.cache_folder() / "examples"
 
 
-def load(name: str, root: Path, **options) -> DataModule:
-    augment = AugmentConfig(flip=True, randaugment=(1, 9))
-    settings = {"size": 8, "frames": 2, "batch_size": 4, "augment": augment, **options}
-    data = make_data(data_config(name, root=str(root), **settings))
-    data.setup()
-    return data
+AUGMENT = AugmentConfig(flip=True, randaugment=(1, 9))
+load = partial(load_data, size=8, frames=2, batch_size=4, augment=AUGMENT)
 
 
 def batches(data: DataModule, epoch: int) -> Iterator[torch.Tensor]:
-    device = SimpleNamespace(root_device=torch.device("cpu"))
-    data.trainer = SimpleNamespace(current_epoch=epoch, world_size=1, global_rank=0, strategy=device)
+    place(data, epoch)
     for loader in (data.train_dataloader(), data.val_dataloader()):
         yield from (inputs for inputs, *_ in loader)
 
@@ -65,25 +60,18 @@ def no_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_batches_are_the_same_with_and_without_the_cache(tmp_path, stored, name, workers):
+def test_batches_are_those_without_the_cache_and_files_decoded_in_the_first_epoch_only(
+    tmp_path, stored, monkeypatch, name, workers
+):
     root = KINDS[name](tmp_path / "data")
     without = epochs(load(name, root, cache_gib=0, workers=workers))
     assert not stored.exists()
-    first = epochs(load(name, root, workers=workers))
-    assert list(stored.rglob("*.safetensors"))
-    again = epochs(load(name, root, workers=workers))
-    assert torch.equal(first, without)
-    assert torch.equal(again, without)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_files_are_decoded_in_the_first_epoch_only(tmp_path, monkeypatch, name):
-    root = KINDS[name](tmp_path / "data")
-    data = load(name, root)
+    data = load(name, root, workers=workers)
     first = torch.cat(list(batches(data, 0)))
+    assert list(stored.rglob("*.safetensors"))
     no_decoding(monkeypatch)
-    assert len(torch.cat(list(batches(data, 1)))) == len(first)
-    assert torch.equal(torch.cat(list(batches(load(name, root), 0))), first)
+    assert torch.equal(torch.cat([first, *batches(data, 1), *batches(data, 2)]), without)
+    assert torch.equal(epochs(load(name, root, workers=workers)), without)
 
 
 @pytest.mark.parametrize("content", [b"", b"damaged", b"\xff" * 4096, None])
@@ -220,10 +208,7 @@ def test_files_are_checked_once_and_again_where_one_changed(
 
     def start() -> list[Any]:
         checked.clear()
-        data = make_data(
-            data_config(name, root=str(root), size=16, **({"frames": 2} if name in ("videos", "rsna") else {}))
-        )
-        data.setup()
+        data = load_data(name, root, **{"size": 16, **OPTIONS.get(name, {})})
         return [data.counts, data.description, sorted(path for path, _ in data.skipped)]
 
     monkeypatch.setattr(cache, "attempt", lambda read, path: checked.append(path) or faults.attempt(read, path))
@@ -253,6 +238,4 @@ def test_files_are_checked_once_and_again_where_one_changed(
 
 def test_data_are_read_where_nothing_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_HOME", "/proc/nowhere")
-    root = MINIATURES["images"](tmp_path / "data")
-    data = make_data(data_config("images", root=str(root), size=8))
-    assert data.counts == (40, 10)
+    assert load_data("images", MINIATURES["images"](tmp_path / "data"), size=8).counts == (40, 10)

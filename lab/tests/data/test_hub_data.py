@@ -6,17 +6,18 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from data_sets import load_data, refused
 from miniatures import encoded, imagenet_shards, images, noise, write
 from PIL import Image
 
 from torchrope_lab.cli import main
-from torchrope_lab.data.build import make_data
 from torchrope_lab.data.data_config import data_config
 from torchrope_lab.engine.runs import Run
 from torchrope_lab.results import StudyResult
@@ -33,6 +34,11 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
+def rows_of(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Cells of images."""
+    return [{"bytes": encoded(image, "PNG"), "path": None} for image in noise(count, 40, seed)]
+
+
 def saved(folder: Path, splits: tuple[str, ...] = ("train", "test"), **columns: Any) -> Path:
     """A folder of save_to_disk with 20 images of two classes in each split."""
     features = {
@@ -42,17 +48,21 @@ def saved(folder: Path, splits: tuple[str, ...] = ("train", "test"), **columns: 
     }
     made = {}
     for seed, split in enumerate(splits):
-        pixels = [{"bytes": encoded(image, "PNG"), "path": None} for image in noise(20, 40, seed)]
-        rows = {"picture": pixels, "kind": [row % 2 for row in range(20)], "row": list(range(20)), **columns}
+        rows = {"picture": rows_of(20, seed), "kind": [row % 2 for row in range(20)], "row": list(range(20)), **columns}
         made[split] = datasets.Dataset.from_dict(rows, datasets.Features(features))
     datasets.DatasetDict(made).save_to_disk(str(folder))
     return folder
 
 
-def load(name: str, **settings: Any) -> Any:
-    data = make_data(data_config(name, **{"size": 32, "batch_size": 8, **settings}))
-    data.setup()
-    return data
+def saved_with(folder: Path, column: str, kind: Any, values: list[Any]) -> Path:
+    """A folder of save_to_disk with an image for each value of a column of classes."""
+    features = datasets.Features({"image": datasets.Image(), column: kind})
+    rows = {"image": rows_of(len(values)), column: values}
+    datasets.Dataset.from_dict(rows, features).save_to_disk(str(folder))
+    return folder
+
+
+load = partial(load_data, size=32, batch_size=8)
 
 
 def test_saved_folder_is_read_with_columns_and_splits_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,8 +88,8 @@ def test_saved_folder_is_read_with_columns_and_splits_found(tmp_path: Path, monk
 def test_a_changed_image_changes_the_fingerprint(tmp_path: Path, kind: str) -> None:
     def changed(folder: Path) -> None:
         if kind == "saved":
-            pixels = [{"bytes": encoded(image, "PNG"), "path": None} for image in noise(20, 40, 0)]
-            pixels[3] = {"bytes": encoded(noise(1, 40, 99)[0], "PNG"), "path": None}
+            pixels = rows_of(20)
+            pixels[3:4] = rows_of(1, 99)
             shutil.rmtree(folder)
             saved(folder, ("train",), picture=pixels)
         else:
@@ -117,7 +127,7 @@ def test_examples_that_are_trained_on_are_not_validated(tmp_path: Path) -> None:
     train, val = load(name, train_split="test")._made_datasets()
     assert {sample for sample, _ in train.samples}.isdisjoint({sample for sample, _ in val.samples})
     assert (len(train), len(val)) == (16, 4)
-    with pytest.raises(ValueError, match=r"^--data\.val_split must differ from train_split, got 'train' for both$"):
+    with refused(r"^--data\.val_split must differ from train_split, got 'train' for both$"):
         load(name, val_split="train")
 
 
@@ -125,18 +135,13 @@ def test_folder_of_images_and_column_of_text(tmp_path: Path) -> None:
     data = load(f"hf:{images(tmp_path / 'pets')}")
     assert data.classes == ("cat", "dog")
     assert data.counts == (40, 10)
-    features = datasets.Features({"image": datasets.Image(), "kind": datasets.Value("string")})
-    rows = [{"bytes": encoded(image, "PNG"), "path": None} for image in noise(8, 40)]
-    made = datasets.Dataset.from_dict({"image": rows, "kind": ["10", "9"] * 4}, features)
-    made.save_to_disk(str(tmp_path / "text"))
-    assert load(f"hf:{tmp_path / 'text'}", label="kind").classes == ("9", "10")
+    text = saved_with(tmp_path / "text", "kind", TEXT, ["10", "9"] * 4)
+    assert load(f"hf:{text}", label="kind").classes == ("9", "10")
 
 
 def broken(folder: Path) -> None:
-    rows = [
-        {"bytes": b"no image" if row == 3 else encoded(image, "PNG"), "path": None}
-        for row, image in enumerate(noise(20, 40))
-    ]
+    rows = rows_of(20)
+    rows[3]["bytes"] = b"no image"
     rows[4] = {"bytes": None, "path": "/dev/null"}
     saved(folder, picture=rows)
 
@@ -147,39 +152,25 @@ def test_unreadable_image_is_skipped_and_listed(tmp_path: Path) -> None:
     for _ in data.train_dataloader():
         pass
     assert sorted(name for name, _ in data.skipped if name.startswith("train")) == ["train/3", "train/4"]
-    with pytest.raises(ValueError, match=r"at most --data\.max_skipped = 1 images may be unreadable, got 2"):
+    with refused(r"at most --data\.max_skipped = 1 images may be unreadable, got 2"):
         for _ in load(f"hf:{tmp_path / 'pets'}", max_skipped=1).train_dataloader():
             pass
-
-
-def without_labels(folder: Path) -> None:
-    saved(folder, kind=[-1] * 20)
-
-
-def several_labels(folder: Path) -> None:
-    features = datasets.Features({"image": datasets.Image(), "kinds": datasets.Sequence(datasets.Value("int64"))})
-    rows = [{"bytes": encoded(image, "PNG"), "path": None} for image in noise(4, 40)]
-    datasets.Dataset.from_dict({"image": rows, "kinds": [[0], [0, 1], [1], []]}, features).save_to_disk(str(folder))
 
 
 def script(folder: Path) -> None:
     write(folder / f"{folder.name}.py", f"open({str(folder / 'ran')!r}, 'w')")
 
 
-def empty_label(folder: Path) -> None:
-    features = datasets.Features({"image": datasets.Image(), "kind": datasets.Value("string")})
-    rows = [{"bytes": encoded(image, "PNG"), "path": None} for image in noise(4, 40)]
-    datasets.Dataset.from_dict({"image": rows, "kind": ["a", "b", None, "a"]}, features).save_to_disk(str(folder))
+TEXT, NUMBERS = datasets.Value("string"), datasets.Sequence(datasets.Value("int64"))
+without_labels = partial(saved, kind=[-1] * 20)
+several_labels = partial(saved_with, column="kinds", kind=NUMBERS, values=[[0], [0, 1], [1], []])
+empty_label = partial(saved_with, column="kind", kind=TEXT, values=["a", "b", None, "a"])
 
 
 @pytest.mark.parametrize(
     ("make", "settings", "message"),
     [
-        (
-            empty_label,
-            {"label": "kind"},
-            "column kind of train of hf:.* must have one class in each row, got None$",
-        ),
+        (empty_label, {"label": "kind"}, "column kind of train of hf:.* must have one class in each row, got None$"),
         (
             saved,
             {"label": "colour"},
@@ -200,17 +191,14 @@ def test_mistake_is_one_line_and_no_code_runs(
     tmp_path: Path, make: Callable[[Path], Any], settings: dict[str, Any], message: str
 ) -> None:
     make(tmp_path / "pets")
-    with pytest.raises(ValueError, match=f"^{message}") as error:
+    with refused(f"^{message}"):
         load(f"hf:{tmp_path / 'pets'}", **settings)
-    assert "\n" not in str(error.value)
     assert not (tmp_path / "pets" / "ran").exists()
 
 
 def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(
-        ValueError, match=r"^hf:pets requires datasets \(pip install datasets\), which is not installed"
-    ):
+    with refused(r"^hf:pets requires datasets \(pip install datasets\), which is not installed"):
         load("hf:pets")
 
 
@@ -228,7 +216,7 @@ def test_shards_are_read_by_name(tmp_path: Path) -> None:
     assert data.counts == (24, 16)
     assert data.num_classes == 4
     assert next(iter(data.train_dataloader()))[0].shape == (8, 3, 32, 32)
-    with pytest.raises(ValueError, match=r"^--data webdataset:https://.* must be a folder of shards, .*download them"):
+    with refused(r"^--data webdataset:https://.* must be a folder of shards, .*download them"):
         load("webdataset:https://example.org/{0..9}.tar")
 
 

@@ -8,6 +8,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from data_sets import refused
 
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.data_config import data_config
@@ -98,7 +99,7 @@ def test_missing_package_error_names_it(monkeypatch):
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(sources, "distribution", missing)
-    with pytest.raises(ValueError, match=r"^kanji require the package kanjivg .*pip install[^\n]*$"):
+    with refused(r"^kanji require the package kanjivg .*pip install[^\n]*$"):
         sources.read_characters.__wrapped__()
 
 
@@ -117,9 +118,8 @@ def test_paths_are_those_of_svg() -> None:
     assert mirrored == (6, 5)
     assert sources.curves("M0,0C1e1,.5-2-3,4,5")[0] == [(0, 0), (10, 0.5), (-2, -3), (4, 5)]
     for path in ("", "M0,0", "M0,0L1,1", "M0,0C1,2,3", "C", "M,"):
-        with pytest.raises(ValueError, match="got") as error:
+        with refused("got"):
             sources.curves(path)
-        assert "\n" not in str(error.value)
 
 
 def test_stroke_of_no_length_is_two_points_without_direction() -> None:

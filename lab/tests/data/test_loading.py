@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from data_sets import load_data, place, refused
 from miniatures import imagenet
 from PIL import Image
 from render import render_data_docs
@@ -24,8 +25,6 @@ from torchvision.transforms.v2 import functional as image_ops
 
 from torchrope_lab.data import images
 from torchrope_lab.data.augment import read_batch
-from torchrope_lab.data.build import make_data
-from torchrope_lab.data.data_config import data_config
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.draws import Draws
 from torchrope_lab.data.images import ImageSet, decode_bytes, load_image
@@ -98,7 +97,7 @@ def test_results_of_another_layout_are_rejected(suite: DataSuite, tmp_path: Path
     write_results(tmp_path / "data.json", suite)
     plain = json.loads((tmp_path / "data.json").read_text())
     (tmp_path / "data.json").write_text(json.dumps({**plain, **spoil}))
-    with pytest.raises(ValueError, match=r"must (have|be) "):
+    with refused(r"must (have|be) "):
         read_results(tmp_path / "data.json", DataSuite)
 
 
@@ -110,10 +109,7 @@ def test_page_is_generated_from_committed_results() -> None:
 
 
 def load_images(root: Path, pipeline: str = "fast", **settings: Any) -> DataModule:
-    options = {"size": 64, "batch_size": 6, "pipeline": pipeline, **settings}
-    data = make_data(data_config("imagenet", root=str(root), **options))
-    data.setup()
-    return data
+    return load_data("imagenet", root, **{"size": 64, "batch_size": 6, "pipeline": pipeline, **settings})
 
 
 def pixels_of(data: DataModule, indices: list[int], seed: int = 0) -> torch.Tensor:
@@ -223,34 +219,31 @@ def test_damaged_jpeg_has_the_error_of_pillow(tmp_path: Path) -> None:
 # Loaders
 
 
-def epoch(data: DataModule, number: int, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    monkeypatch.setattr(data, "_position_in_training", lambda: (number, 1, 0))
-    return [inputs for inputs, _ in data.train_dataloader()]
+def epoch(data: DataModule, number: int) -> list[torch.Tensor]:
+    return [inputs for inputs, _ in place(data, number).train_dataloader()]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_processes_load_the_same_batches_and_resume_in_an_epoch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_load_the_same_batches_and_resume_in_an_epoch(tmp_path: Path) -> None:
     root, augment = imagenet(tmp_path), {"flip": True, "randaugment": [1, 9], "repeats": 2}
     alone, by_two = (load_images(root, workers=workers, augment=augment) for workers in (0, 2))
     for number in range(2):
-        expected = epoch(alone, number, monkeypatch)
-        loaded = epoch(by_two, number, monkeypatch)
+        expected = epoch(alone, number)
+        loaded = epoch(by_two, number)
         assert all(torch.equal(*pair) for pair in zip(expected, loaded, strict=True))
     by_two.resume_at = (1, 3)
-    assert torch.equal(torch.stack(epoch(by_two, 1, monkeypatch)), torch.stack(expected[3:]))
+    assert torch.equal(torch.stack(epoch(by_two, 1)), torch.stack(expected[3:]))
     assert multiprocessing.active_children() == []
 
 
-def test_last_batch_is_dropped_if_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_batch_is_dropped_if_asked(tmp_path: Path) -> None:
     root = imagenet(tmp_path)
     data = load_images(root, batch_size=10, drop_last=True)
     assert len(data.train_dataloader()) == 2
-    assert [len(inputs) for inputs in epoch(data, 0, monkeypatch)] == [10, 10]
-    assert [len(inputs) for inputs in epoch(load_images(root, batch_size=10), 0, monkeypatch)] == [10, 10, 4]
+    assert [len(inputs) for inputs in epoch(data, 0)] == [10, 10]
+    assert [len(inputs) for inputs in epoch(load_images(root, batch_size=10), 0)] == [10, 10, 4]
     assert sum(len(labels) for _, labels in data.val_dataloader()) == 12
-    with pytest.raises(ValueError, match=r"^--data.batch_size with --data.drop_last must be at most .*, 24, got 25$"):
+    with refused(r"^--data.batch_size with --data.drop_last must be at most .*, 24, got 25$"):
         load_images(root, batch_size=25, drop_last=True).train_dataloader()
 
 

@@ -53,8 +53,7 @@ def test_epoch_keeps_its_length_and_draws_no_index_twice(replicas: int, size: in
 
 @pytest.mark.parametrize(("replicas", "batch_size"), [(1, 256), (8, 256), (64, 32)])
 def test_mixup_mixes_no_image_with_its_copy_and_copies_with_different_images(replicas: int, batch_size: int) -> None:
-    """Mixup takes the previous image of the batch. DeiT's never mixes copies on three processes or more, and on one it
-    mixes the two in the middle of a batch of 256, since it takes the images in reverse."""
+    """Mixup takes the previous image of the batch."""
     same_pairs = pairs = 0
     for part in parts(replicas, batch_size):
         for start in range(0, len(part) - batch_size, batch_size):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from data_sets import refused
 
 from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
@@ -25,7 +26,6 @@ from torch.utils.data import TensorDataset
 
 Path(__file__).with_name("imported").touch()
 
-
 def waves(length: int = 16, noise: float = 0.1, kind: Literal["sine", "step"] = "sine"):
     """Waves of one or two periods."""
     generator = torch.Generator().manual_seed(0)
@@ -37,7 +37,6 @@ def waves(length: int = 16, noise: float = 0.1, kind: Literal["sine", "step"] = 
         return TensorDataset(waves[:, None] + noise * torch.randn(count, 1, length, generator=generator), labels)
 
     return part(60), part(40)
-
 
 class Cubes:
     """Cubes of voxels."""
@@ -51,48 +50,37 @@ class Cubes:
         self.val = [(each, index % 2) for index, each in enumerate(inputs[30:])]
         self.classes, self.axes = ["high", "low"], ["z", "y", "x"]
 
-
 def needs(length):
     return [], []
-
 
 def one_class():
     examples = TensorDataset(torch.zeros(4, 1, 4), torch.zeros(4, dtype=torch.long))
     return examples, examples
 
-
 def same_names():
     examples = TensorDataset(torch.zeros(4, 1, 4), torch.tensor([0, 1, 0, 1]))
     return {"train": examples, "val": examples, "classes": ["a", "a"]}
 
-
 def nothing():
     return None
-
 
 def texts():
     return [("a", 0)], [("b", 1)]
 
-
 def integers():
     return [(torch.zeros(1, 4, dtype=torch.uint8), 0)], [(torch.zeros(1, 4, dtype=torch.uint8), 1)]
-
 
 def ragged():
     return [(torch.zeros(1, 4), 0), (torch.zeros(1, 5), 1)], [(torch.zeros(1, 4), 0)]
 
-
 def unlabelled():
     return [(torch.zeros(1, 4), -1)], [(torch.zeros(1, 4), 0)]
-
 
 def regression():
     return [(torch.zeros(1, 4), 0.5)], [(torch.zeros(1, 4), 1.5)]
 
-
 def several():
     return [(torch.zeros(1, 4), torch.tensor([0, 1]))], [(torch.zeros(1, 4), torch.tensor([1, 1]))]
-
 
 class Parity(torch.utils.data.Dataset):
     """Digits labelled by parity, with the attributes of torchvision's sets."""
@@ -108,35 +96,27 @@ class Parity(torch.utils.data.Dataset):
         label = target if self.target_transform is None else self.target_transform(target)
         return torch.full((1, 4), float(index)), label
 
-
 def parity():
     return Parity(40), Parity(20)
 
-
 def digits():
     return Parity(40, None), Parity(20, None)
-
 
 class Contradictory(Parity):
     def __getitem__(self, index):
         return torch.zeros(1, 4), int(self.targets[index]) % 2
 
-
 def contradictory():
     return Contradictory(40, None), Contradictory(20, None)
-
 
 class ContradictoryTokens(Parity):
     def __getitem__(self, index):
         return torch.zeros(3, 1), torch.zeros(3, 2), int(self.targets[index]) % 2
 
-
 def contradictory_tokens():
     return ContradictoryTokens(40, None), ContradictoryTokens(20, None)
 
-
 contradictory_tokens.lattice = False
-
 
 def walks(steps: int = 12, far: float = 0.0, channels: int = 1):
     """Random walks in a plane, to the right or upwards, with gaps."""
@@ -151,9 +131,7 @@ def walks(steps: int = 12, far: float = 0.0, channels: int = 1):
 
     return {"train": part(40), "val": part(20), "classes": ["right", "up"], "axes": ["u", "v"]}
 
-
 walks.lattice = False
-
 
 class Clock:
     """Hours of a day."""
@@ -165,22 +143,17 @@ class Clock:
         self.train = self.val = [(torch.ones(6, 0), hours * (4 - index % 2), index % 2) for index in range(8)]
         self.scale, self.extent, self.periods = 0.5, [24.0], [24.0]
 
-
 def untold():
     return walks()
-
 
 def mixed_widths():
     plane, space = (torch.zeros(4, 1), torch.zeros(4, 2), 0), (torch.zeros(4, 1), torch.zeros(4, 3), 1)
     return [plane, space], [plane]
 
-
 mixed_widths.lattice = False
-
 
 def integer_tokens():
     return [(torch.zeros(4, 1, dtype=torch.long), torch.zeros(4, 2), 0)], [(torch.zeros(4, 1), torch.zeros(4, 2), 1)]
-
 
 integer_tokens.lattice = False
 number = 3
@@ -232,19 +205,8 @@ def test_pair_of_sets_is_batched_with_its_settings(package: Path) -> None:
     assert read_config(json.loads(json.dumps(plain(run)))) == run
 
 
-@pytest.mark.slow
-def test_source_is_named_by_the_path_of_its_file(package: Path, tmp_path: Path) -> None:
-    (package / "waves.py").rename(package / "more-waves.py")
-    options = "--data.length=24 --model.patch_size=4 --epochs=1 --seeds=1 --encodings=none,axial --parallel=2"
-    assert (
-        main(["compare", "--data", "own_data/more-waves.py:waves", *options.split(), "--out", str(tmp_path / "out")])
-        == 0
-    )
-    assert len([*(tmp_path / "out/runs").glob("own_data-more-waves.py-waves-none-*")]) == 1
-
-
 def test_file_of_a_source_must_be_typed_or_allowed(package: Path) -> None:
-    with pytest.raises(ValueError, match=r"add --allow own_data/waves\.py \(several: A,B\)$"):
+    with refused(r"add --allow own_data/waves\.py \(several: A,B\)$"):
         data_config("own_data/waves.py:waves")
     load_module("own_data/waves.py:waves", ["own_data"])
     assert not (package / "imported").exists()
@@ -349,8 +311,7 @@ def test_mistake_is_one_line(arguments: str, message: str, package: Path, capsys
     assert main(["train", "--encoding=none", QUIET, *patches, "--data", *arguments.split()]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    with pytest.raises(ValueError, match=message):
-        raise ValueError(error)
+    assert re.search(message, error)
 
 
 def test_help_shows_the_parameters(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -419,14 +380,17 @@ def test_source_of_the_documentation_trains_as_printed(
 
 
 @pytest.mark.slow
-def test_comparison_trains_in_other_processes(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    compare = ["compare", *WAVES, *SMALL, "--seeds=1", "--encodings=none,axial", "--out=out"]
-    assert main([*compare, "--parallel=2"]) == 0, capsys.readouterr().err
+@pytest.mark.parametrize("source", ["own_data.waves:waves", "own_data/more-waves.py:waves"])
+def test_comparison_trains_in_other_processes(source: str, package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (package / "more-waves.py").write_text(MODULE)
+    options = [f"--data={source}", "--data.length=24", *SMALL, "--seeds=1", "--encodings=none,axial", "--out=out"]
+    assert main(["compare", *options, "--parallel=2"]) == 0, capsys.readouterr().err
     results = json.loads(Path("out/results.json").read_text())
-    assert results["data"]["name"] == "own_data.waves:waves"
+    assert results["data"]["name"] == source
+    slug = re.sub("[/:]", "-", source)
     folders = sorted(path.name.rpartition("-")[0] for path in Path("out/runs").glob("own_data*"))
-    assert folders == [f"own_data.waves-waves-{name}-seed0" for name in ("axial", "none")]
-    assert main(compare) == 0
+    assert folders == [f"{slug}-{name}-seed0" for name in ("axial", "none")]
+    assert main(["compare", *options]) == 0
     assert "run 1 of" not in capsys.readouterr().out.partition("run 2 of 2")[2]
 
 

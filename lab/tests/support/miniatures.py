@@ -156,45 +156,23 @@ def images(folder: Path) -> Path:
     return folder
 
 
-def videos(folder: Path) -> Path:
-    return video_folder(folder, 25)
-
-
-def ucf101(folder: Path) -> Path:
-    return ucf101_folder(folder, clips=5)
-
-
-def volumes(folder: Path) -> Path:
-    return nifti_folder(folder, 50)
-
-
-def rsna(folder: Path) -> Path:
-    return rsna_folder(folder, 50)
-
-
 def picture(height: int, width: int, seed: int) -> np.ndarray:
     return noise(1, max(height, width), seed)[0][:, :height, :width]
-
-
-def polygon(left: float, top: float, wide: float, high: float) -> list[float]:
-    """A house in a box."""
-    right, bottom, middle = left + wide, top + high, top + high / 3
-    return [left + wide / 2, top, right, middle, right, bottom, left, bottom, left, middle]
-
-
-def runs(mask: np.ndarray) -> list[int]:
-    """Lengths of runs down the columns, of zeros first."""
-    flat = mask.T.flatten()
-    ends = np.flatnonzero(np.diff(flat)) + 1
-    lengths = np.diff([0, *ends, flat.size]).tolist()
-    return [0, *lengths] if flat[0] else lengths
 
 
 COCO_CATEGORIES = {1: "person", 3: "car", 18: "dog", 90: "toothbrush"}
 
 
+def annotation(image: int, number: int, category: int, box: list[float], **others: Any) -> dict[str, Any]:
+    """An object that fills its box."""
+    left, top, wide, high = box
+    outline = [left, top, left + wide, top, left + wide, top + high, left, top + high]
+    told = {"segmentation": [outline], "area": wide * high, "iscrowd": 0, "image_id": image, "bbox": box}
+    return {**told, "category_id": category, "id": number, **others}
+
+
 def coco_content(first: int, sizes: list[tuple[int, int]], counts: list[int]) -> dict:
-    """Annotations as COCO has them: objects of one polygon and of two, on every third image a crowd."""
+    """Annotations as COCO has them, on every third image with a crowd."""
     images, annotations = [], []
     for number, ((height, width), count) in enumerate(zip(sizes, counts, strict=True), start=first):
         name = f"{number:012d}.jpg"
@@ -203,34 +181,11 @@ def coco_content(first: int, sizes: list[tuple[int, int]], counts: list[int]) ->
         for index in range(count):
             high, wide = rng.uniform(8, 20, 2).round(2)
             left, top = (rng.uniform(0, (width - wide, height - high))).round(2)
-            parts = [polygon(left, top, wide, high)]
-            if index % 2:
-                parts = [polygon(left, top, wide / 3, high), polygon(left + wide / 2, top, wide / 2, high / 2)]
-            annotations.append(
-                {
-                    "segmentation": [[round(float(v), 2) for v in part] for part in parts],
-                    "area": float(wide * high),
-                    "iscrowd": 0,
-                    "image_id": number,
-                    "bbox": [float(left), float(top), float(wide), float(high)],
-                    "category_id": list(COCO_CATEGORIES)[(number + index) % 4],
-                    "id": 100 * number + index,
-                }
-            )
+            category, box = list(COCO_CATEGORIES)[(number + index) % 4], [left, top, wide, high]
+            annotations.append(annotation(number, 100 * number + index, category, [float(side) for side in box]))
         if count and number % 3 == 0:
-            mask = np.zeros((height, width), np.uint8)
-            mask[5:20, 3:30] = rng.integers(0, 2, (15, 27))
-            annotations.append(
-                {
-                    "segmentation": {"counts": runs(mask), "size": [height, width]},
-                    "area": int(mask.sum()),
-                    "iscrowd": 1,
-                    "image_id": number,
-                    "bbox": [3, 5, 27, 15],
-                    "category_id": 1,
-                    "id": 900100000000 + number,
-                }
-            )
+            crowd = {"segmentation": {"counts": [height * width], "size": [height, width]}, "iscrowd": 1}
+            annotations.append(annotation(number, 900100000000 + number, 1, [3, 5, 27, 15], **crowd))
     categories = [{"supercategory": "thing", "id": number, "name": name} for number, name in COCO_CATEGORIES.items()]
     content = {"images": images, "annotations": annotations, "categories": categories}
     return {"info": {"year": 2017}, "licenses": [{"id": 3, "name": "a license"}], **content}
@@ -344,15 +299,15 @@ MINIATURES: dict[str, Callable[[Path], Path]] = {
     "cifar10": lambda folder: cifar(folder, "10"),
     "cifar100": lambda folder: cifar(folder, "100"),
     "imagenet": imagenet,
-    "videos": videos,
-    "ucf101": ucf101,
-    "volumes": volumes,
-    "rsna": rsna,
+    "videos": lambda folder: video_folder(folder, 25),
+    "ucf101": lambda folder: ucf101_folder(folder, clips=5),
+    "volumes": lambda folder: nifti_folder(folder, 50),
+    "rsna": lambda folder: rsna_folder(folder, 50),
     "points": points,
     "coco": coco,
     "ade20k": ade20k,
     "segments": segments,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
-    **{name: {"frames": 2, "size": 16} for name in ("videos", "ucf101", "volumes", "rsna")},
+    **{name: {"frames": 2, "size": 16} for name in ("videos", "ucf101", "volumes", "rsna")}
 }

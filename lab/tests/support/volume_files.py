@@ -111,3 +111,12 @@ def nifti_folder(root: Path, count: int = 10, part: bool = False) -> Path:
         lines.append(f"scans/{number}.nii.gz,{'ill' if number % 2 else 'well'}{told}")
     (root / "labels.csv").write_text("\n".join(lines) + "\n")
     return root
+
+
+def nifti_content(**fields: object) -> bytes:
+    """A NIfTI file of 4 x 4 x 4 integers from 0 up, with fields of its header that no library would write."""
+    header = nibabel.Nifti1Image(np.zeros((4, 4, 4), np.int16), np.eye(4)).header
+    for name, value in {"vox_offset": 352, **fields}.items():
+        header[name] = value
+    content = header.binaryblock.replace(b"ni1\0", b"n+1\0")
+    return content + bytes(4) + np.arange(64, dtype=np.int16).tobytes()
