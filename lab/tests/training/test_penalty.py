@@ -1,43 +1,26 @@
-"""Logs of generators, the optimiser's epsilon, and measures of rare classes."""
+"""Logs of generators, and measures of rare classes."""
 
-import csv
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from processes import data_of
 from sklearn.metrics import recall_score, roc_auc_score
-from test_scale import small_run, tiny_vit
+from small_runs import logged, small_run, trained
 
-from torchrope_lab.settings.run_config import ExecutionConfig, OptimConfig, RunConfig
+import torchrope as tr
 from torchrope_lab.training.commutators import generator_measures
 from torchrope_lab.training.evaluate import class_measures
-from torchrope_lab.training.optim import build_optimizer
-from torchrope_lab.training.run import load, train
-
-
-def free_run(**optim: object) -> RunConfig:
-    """A run whose blocks of 8 do not commute."""
-    return replace(small_run(epochs=3, warmup_epochs=0.0, **optim), encoding="liere:8")
+from torchrope_lab.training.run import load
 
 
 def test_logs_have_the_generators_of_every_epoch(tmp_path: Path) -> None:
-    config = replace(free_run(), run=ExecutionConfig(logs=["csv"]))
-    train(config, data_of(config), tmp_path)
-    lines = (tmp_path / "logs" / "csv" / "version_0" / "metrics.csv").read_text().splitlines()
-    rows = [row for row in csv.DictReader(lines) if row["commutator"]]
+    trained(small_run(epochs=3, encoding="liere:8", logs=["csv"]), tmp_path)  # blocks of 8 do not commute
+    rows = [row for row in logged(tmp_path) if row["commutator"]]
     assert len(rows) == 3
     measured = generator_measures(load(tmp_path)[2].model)
     assert {name: float(rows[-1][name]) for name in measured} == pytest.approx(measured, rel=1e-5)
-    assert generator_measures(tiny_vit(encoding="axial")) == {}
-
-
-def test_eps_is_that_of_the_optimiser() -> None:
-    eps = {"adamw": (None, 1e-8), "lamb": (None, 1e-6), "adam": (1e-5, 1e-5)}
-    for name, (given, expected) in eps.items():
-        optimizer = build_optimizer(tiny_vit(), OptimConfig(optimizer=name, eps=given))  # type: ignore[arg-type]
-        assert {group["eps"] for group in optimizer.param_groups} == {expected}
+    fixed = tr.ViT((8, 8), patch_size=2, dim=16, depth=1, num_heads=2, encoding="axial")
+    assert generator_measures(fixed) == {}
 
 
 def test_class_measures_equal_scikit_learn() -> None:
