@@ -15,7 +15,7 @@ LINES = {
     "src/torchrope/integrations src/torchrope/checkpoints": 6080,
     "lab/src": 23739,
     "tests": 23790,
-    "lab/tests": 20763,
+    "lab/tests": 20713,
     "benchmarks": 4452,
     "examples": 1000,
 }

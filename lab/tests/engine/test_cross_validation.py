@@ -1,6 +1,5 @@
 """Comparisons and studies in folds: each example is predicted by a model that was not trained on it."""
 
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
+from labs import QUIET
 
 from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
@@ -24,7 +23,6 @@ from torchrope_lab.settings.run_config import ModelConfig, OptimConfig, RunConfi
 from torchrope_lab.settings.study_config import StudyConfig
 from torchrope_lab.studies.compare import compare
 
-QUIET = Console(file=io.StringIO())
 DATA = data_config("digits", train_size=60, val_size=30, folds=3)
 SETTINGS: dict[str, Any] = dict(
     data=DATA,
@@ -33,6 +31,10 @@ SETTINGS: dict[str, Any] = dict(
     encodings=["none", "mixed"],
     seeds=2,
 )
+
+
+def lab_of(out: Path, **settings: Any) -> Lab:
+    return Lab(StudyConfig(**{**SETTINGS, **settings}, out=str(out)), (), QUIET)
 
 
 def compared(out: Path) -> StudyResult:
@@ -66,7 +68,7 @@ def test_conclusion_is_over_all_examples_of_every_seed(out: Path) -> None:
 
 
 def test_predictions_of_folds_are_joined_in_the_order_of_the_examples(out: Path) -> None:
-    lab = Lab(StudyConfig(**{**SETTINGS, "seeds": 1}, out=str(out)), (), QUIET)
+    lab = lab_of(out, seeds=1)
     [run] = lab.runs(["none"])
     [trained] = lab.train([run])
     whole = make_data(replace(DATA, folds=None))._made_datasets()
@@ -93,7 +95,7 @@ def test_interrupted_folds_resume_to_the_same_numbers(out: Path) -> None:
 
 
 def test_folds_that_other_processes_trained_in_any_order_are_resumed(tmp_path: Path) -> None:
-    lab = Lab(StudyConfig(**{**SETTINGS, "seeds": 1}, out=str(tmp_path)), (), QUIET)
+    lab = lab_of(tmp_path, seeds=1)
     for run in reversed(in_folds(lab.runs(["none"]))):
         run_job(Job(run), lab.store.folder)  # as in a process that has read the data for another fold
     [trained] = lab.train(lab.runs(["none"]))
@@ -101,7 +103,7 @@ def test_folds_that_other_processes_trained_in_any_order_are_resumed(tmp_path: P
 
 
 def test_run_with_a_fold_missing_is_left_out(out: Path) -> None:
-    lab = Lab(StudyConfig(**SETTINGS, out=str(out)), (), QUIET)
+    lab = lab_of(out)
     finished = [lab.store.finished(run) for run in in_folds(lab.runs(["none"]))]
     assert [one.seed for one in pooled([one for one in finished[:-1] if one], lab.data)] == [0]
     assert [one.seed for one in pooled([one for one in finished[1:] if one], lab.data)] == [1]
@@ -109,9 +111,7 @@ def test_run_with_a_fold_missing_is_left_out(out: Path) -> None:
 
 def test_study_of_accuracy_uses_the_runs_of_the_comparison(out: Path) -> None:
     times = {file: file.stat().st_mtime_ns for file in out.glob("runs/*/result.json")}
-    file = run_study(
-        find_study("accuracy"), StudyConfig(**SETTINGS, out=str(out)), command="torchrope study", console=QUIET
-    )
+    file = run_study(find_study("accuracy"), lab_of(out).config, command="torchrope study", console=QUIET)
     assert {each: each.stat().st_mtime_ns for each in out.glob("runs/*/result.json")} == times
     found = json.loads(file.read_text())["findings"]
     top1 = {row["name"]: row["top1"] for row in found["tables"][0]["rows"]}
@@ -132,20 +132,9 @@ def test_fold_is_part_of_the_key() -> None:
     ("command", "message"),
     [
         (["compare", "--folds", "1"], "--folds must be 2 or more, got 1"),
-        (
-            ["compare", "--folds", "500"],
-            "at most 174, the examples of the smallest class, got 500",
-        ),
+        (["compare", "--folds", "500"], "at most 174, the examples of the smallest class, got 500"),
         (["study", "shuffle", "--folds", "3"], "Shuffled patches does not support --data.folds, got 3"),
         (["study", "accuracy,shuffle", "--folds", "2"], "Shuffled patches does not support --data.folds, got 2"),
-        (
-            ["study", "accuracy,pooling", "--data", "points"],
-            "Pooling needs patches on a lattice, got points, whose tokens are at any positions",
-        ),
-        (
-            ["study", "accuracy,dense", "--data", "digits"],
-            "Segmentation and detection needs data for the task segment or detect, got digits, for classify",
-        ),
     ],
 )
 def test_folds_that_are_impossible_end_in_one_line(

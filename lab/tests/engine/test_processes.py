@@ -6,7 +6,6 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 import trainings
+from small_runs import lab_process
 
 from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.engine import executors, workers
@@ -230,10 +230,16 @@ def of_session(pid: int) -> set[int]:
     return found
 
 
-def compare_command(out: Path, *options: str) -> list[str]:
+def compare(out: Path, *options: str, **of_process: Any) -> subprocess.Popen:
+    """Start a small comparison."""
     small = [f"--data.{name}={value}" for name, value in SMALL.items()]
     small += [f"--model.{name}={value}" for name, value in MODEL.items()]
-    return [sys.executable, "-m", "torchrope_lab", "compare", *small, "--seeds=1", f"--out={out}", *options]
+    return lab_process("compare", *small, "--seeds=1", f"--out={out}", *options, **of_process)
+
+
+def finish(process: subprocess.Popen) -> None:
+    printed, _ = process.communicate()
+    assert process.returncode == 0, printed
 
 
 def numbers(out: Path) -> dict[str, Any]:
@@ -243,20 +249,15 @@ def numbers(out: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_killed_folds_resume_with_other_settings_that_change_no_number(tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     asked = ["--encodings=none,axial", "--folds=2", "--epochs=3"]
-    subprocess.run(compare_command(tmp_path / "whole", *asked), check=True, env=environment, stdout=subprocess.DEVNULL)
-    killed = subprocess.Popen(
-        compare_command(tmp_path / "killed", *asked, "--parallel=2"), stdout=subprocess.DEVNULL, env=environment
-    )
+    finish(compare(tmp_path / "whole", *asked))
+    killed = compare(tmp_path / "killed", *asked, "--parallel=2", stdout=subprocess.DEVNULL)
     wait_until(lambda: list(tmp_path.glob("killed/runs/*/curve.csv")))
     killed.kill()
     killed.wait()
     assert len(list(tmp_path.glob("killed/runs/*/result.json"))) < 4
     changed = ["--data.workers=0", "--parallel=3", "--run.logs=csv", "--run.checkpoint_every=2"]
-    subprocess.run(
-        compare_command(tmp_path / "killed", *asked, *changed), check=True, env=environment, stdout=subprocess.DEVNULL
-    )
+    finish(compare(tmp_path / "killed", *asked, *changed))
     assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
     assert len(numbers(tmp_path / "whole")) == 4
 
@@ -265,11 +266,8 @@ def test_killed_folds_resume_with_other_settings_that_change_no_number(tmp_path)
 @pytest.mark.parametrize("name", ENDS)
 def test_stopped_comparison_leaves_no_process_and_resumes(tmp_path, name):
     number, whole_group, status = ENDS[name]
-    first = compare_command(tmp_path, "--parallel=2", "--encodings=none,axial,mixed", "--epochs=4000")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        first, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment
-    )
+    options = ["--parallel=2", "--encodings=none,axial,mixed", "--epochs=4000"]
+    process = compare(tmp_path, *options, stderr=subprocess.PIPE, start_new_session=True)
     try:
         curves = tmp_path / "runs"
         wait_until(lambda: len([path for path in curves.glob("*/curve.csv") if path.read_text().count("\n") > 1]) == 2)

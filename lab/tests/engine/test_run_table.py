@@ -5,15 +5,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from small_runs import Killed, die_in_epoch_2, small_run, trained
 
 from torchrope_lab.cli import main
-from torchrope_lab.data.build import make_data
 from torchrope_lab.data.data_config import data_config
 from torchrope_lab.engine.run_table import write_run
 from torchrope_lab.results import StudyResult
 from torchrope_lab.settings.compare_config import CompareConfig
-from torchrope_lab.settings.run_config import ModelConfig, OptimConfig, RunConfig, plain
-from torchrope_lab.training.run import train
+from torchrope_lab.settings.run_config import OptimConfig, RunConfig, plain
 
 
 def run(folder: Path, top1s: list[float], encoding: str = "mixed", seed: int = 0, epochs: int = 2) -> Path:
@@ -88,28 +87,20 @@ def test_comparison_without_results_is_no_run_of_train(tmp_path: Path, capsys: p
 
 
 def test_report_of_a_run_that_went_on_after_it_was_evaluated(tmp_path: Path) -> None:
-    out, data = tmp_path / "mine", make_data(data_config(train_size=40, val_size=20))
-    data.setup()
-    model = ModelConfig(dim=16, depth=1, num_heads=1, mlp_dim=16, patch_size=[4])
-    config = RunConfig(data=data.config, model=model, optim=OptimConfig(epochs=2, warmup_epochs=0))
-
-    def stop(row: dict[str, float]) -> None:
-        if row["epoch"] == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(config, data, out, on_epoch=stop)
+    config, out = small_run(), tmp_path / "mine"
+    with pytest.raises(Killed):
+        trained(config, out, on_epoch=die_in_epoch_2)
     assert main(["evaluate", str(out)]) == 0
     of_one_epoch = (out / "evaluation.json").read_text()
     assert main(["report", str(out)]) == 0
     shown = StudyResult.read(out / "runs.json").findings.tables[0].rows[0]
     assert shown["quality"] == pytest.approx(100 * json.loads(of_one_epoch)["top1"])
     assert shown["low"] is not None
-    _, history = train(config, data, out)
+    _, history = trained(config, out)
     assert main(["report", str(out)]) == 0
     shown = StudyResult.read(out / "runs.json").findings.tables[0].rows[0]
     assert shown["quality"] == pytest.approx(100 * history.rows[-1]["val_top1"])
     assert shown["low"] is None
     (out / "evaluation.json").write_text(of_one_epoch)  # of these weights, after which a finished run trains no more
-    train(config, data, out)
+    trained(config, out)
     assert (out / "evaluation.json").exists()

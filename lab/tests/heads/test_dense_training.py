@@ -4,23 +4,21 @@ import json
 import math
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import small_runs
 import torch
 from miniatures import MINIATURES, coco, images
-from processes import become_one_of_two, data_of, free_port
-from pytorch_lightning.callbacks import Callback
+from processes import become_one_of_two, free_port
+from small_runs import AtBatch, Killed, changed, same_weights, trained, without_times
 
 from torchrope_lab.cli import main
 from torchrope_lab.data.data_config import DataConfig, data_config
-from torchrope_lab.settings.run_config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
-from torchrope_lab.training.module import Module
-from torchrope_lab.training.run import load, train
+from torchrope_lab.settings.run_config import ModelConfig, RunConfig
+from torchrope_lab.training.run import load
 
-HEADS = ["upernet", "mask2former", "dino"]
 QUERIES = {"mask2former": 10, "dino": 30}
 
 
@@ -34,58 +32,30 @@ def data_for(head: str) -> DataConfig:
 
 
 def small_run(head: str, **settings: Any) -> RunConfig:
-    channels = {"dino": 64, "mask2former": 32}.get(head, 8)
-    model = dict(head=head, head_channels=channels, num_queries=QUERIES.get(head), dim=16, depth=4, num_heads=2)
-    return RunConfig(
-        encoding="learned+liere:4",
-        data=data_for(head),
-        model=ModelConfig(**{**model, "mlp_dim": 16, "patch_size": [16], **settings.pop("model", {})}),
-        optim=OptimConfig(**{"epochs": 2, "warmup_epochs": 1.0, **settings.pop("optim", {})}),
-        **settings,
-    )
-
-
-class Dies(Callback):
-    """Simulate a killed process before a batch."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            raise MemoryError
-
-
-def without_times(rows: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
-
-
-def same_weights(one: Module, other: Module) -> bool:
-    mine, theirs = one.state_dict(), other.state_dict()
-    return mine.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in mine.items())
+    sizes: dict[str, Any] = dict(dim=16, depth=4, num_heads=2, mlp_dim=16, patch_size=[16])
+    sizes |= dict(head_channels={"dino": 64, "mask2former": 32}.get(head, 8), num_queries=QUERIES.get(head))
+    model = ModelConfig(head=head, **sizes)  # type: ignore[arg-type]
+    return small_runs.small_run(encoding="learned+liere:4", data=data_for(head), model=model, **settings)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", ["dino", pytest.param("upernet", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("head", ["dino", "upernet"])
 def test_killed_run_resumes_to_the_same_weights(tmp_path: Path, head: str) -> None:
-    config = small_run(head, run=ExecutionConfig(checkpoint_every=1), optim={"ema_decay": 0.5})
-    whole, curve = train(config, data_of(config), tmp_path / "whole")
-    with pytest.raises(MemoryError):
-        train(config, data_of(config), tmp_path / "killed", callbacks=[Dies(3)])
-    resumed, resumed_curve = train(config, data_of(config), tmp_path / "killed")
+    config = small_run(head, checkpoint_every=1, ema_decay=0.5)
+    whole, curve = trained(config, tmp_path / "whole")
+    with pytest.raises(Killed):
+        trained(config, tmp_path / "killed", callbacks=[AtBatch(4)])
+    resumed, again = trained(config, tmp_path / "killed")
     assert same_weights(whole, resumed)
-    assert without_times(curve.rows) == without_times(resumed_curve.rows)
+    assert without_times(curve) == without_times(again)
     assert same_weights(load(tmp_path / "killed")[2], whole)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "head", [pytest.param(head, marks=pytest.mark.slow if head in QUERIES else ()) for head in HEADS]
-)
+@pytest.mark.parametrize("head", ["upernet", "mask2former", "dino"])
 def test_heads_train_in_bf16_with_accumulation(tmp_path: Path, head: str) -> None:
     optim = {"epochs": 1, "effective_batch": 4, "layer_decay": 0.8, "schedule": "polynomial"}
-    config = small_run(head, optim=optim, run=ExecutionConfig(precision="bf16"))
-    module, history = train(config, data_of(config), tmp_path)
+    module, history = trained(small_run(head, precision="bf16", **optim), tmp_path)
     (row,) = history.rows
     assert list(row) == ["epoch", "train_loss", *module.curve, "seconds"]
     assert all(math.isfinite(value) for value in row.values())
@@ -94,30 +64,26 @@ def test_heads_train_in_bf16_with_accumulation(tmp_path: Path, head: str) -> Non
 
 @pytest.mark.slow
 def test_pretrained_backbone_keeps_its_positions_when_loaded(tmp_path: Path) -> None:
-    below = replace(small_run("upernet"), encoding="liere:4")  # whose positions depend on the training size
-    classes = replace(below.model, head="classify", head_channels=None)
+    below = changed(small_run("upernet"), encoding="liere:4")  # whose positions depend on the training size
     pictures = data_config(name="images", root=str(images(tmp_path / "images")), size=32)
-    above = replace(below, data=pictures, model=classes)
-    whole, _ = train(above, data_of(above), tmp_path / "whole")
-    frozen = OptimConfig(epochs=1, lr=1e-3, backbone_lr=0.0, weight_decay=0.0)
-    config = replace(below, optim=frozen, init=str(tmp_path / "whole"))
-    trained, _ = train(config, data_of(config), tmp_path / "below")
+    above = changed(below, data=pictures, head="classify", head_channels=None)
+    whole, _ = trained(above, tmp_path / "whole")
+    frozen = dict(epochs=1, lr=1e-3, backbone_lr=0.0, weight_decay=0.0)
+    tuned, _ = trained(changed(below, init=str(tmp_path / "whole"), **frozen), tmp_path / "below")
     image = torch.randn(1, 3, 32, 32)
     with torch.no_grad():
         expected = whole.model.eval().feature_maps(image, [4], norm=False)[0]
-        for module in (trained, load(tmp_path / "below")[2]):
+        for module in (tuned, load(tmp_path / "below")[2]):
             torch.testing.assert_close(module.model.backbone.eval()(image)[-1], expected)
 
 
 def test_head_that_does_not_fit_the_data_raises_one_line(tmp_path: Path) -> None:
     config = small_run("upernet")
-    digits = replace(config, data=data_config(name="digits"))
     with pytest.raises(ValueError, match=r"^digits is for model\.head classify, got 'upernet'$"):
-        train(digits, data_of(digits), tmp_path)
-    classes = replace(config, model=replace(config.model, head="classify", head_channels=None))
+        trained(changed(config, data=data_config("digits")), tmp_path)
     rule = r"^segments is for model\.head upernet, mask2former, got 'classify'$"
     with pytest.raises(ValueError, match=rule):
-        train(classes, data_of(classes), tmp_path)
+        trained(changed(config, head="classify", head_channels=None), tmp_path)
 
 
 def test_missing_pycocotools_is_named_in_one_line(
@@ -130,29 +96,11 @@ def test_missing_pycocotools_is_named_in_one_line(
     assert "pycocotools is not installed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("settings", "rule"),
-    [
-        (dict(window_size=[2]), "window_size is a setting of backbone swin, or of vit with another head"),
-        (dict(head="upernet", global_layers=[1]), "global_layers is for a vit with window_size, got"),
-        (dict(head_channels=8), "head_channels is a setting of head upernet and mask2former and dino only, got 8"),
-        (dict(head="upernet", head_channels=0), "head_channels must be 1 or more, got 0"),
-        (dict(head="upernet", num_queries=3), "num_queries is a setting of head mask2former and dino only, got 3"),
-        (dict(head="dino", head_dropout=0.1), "head_dropout is a setting of head upernet only, got 0.1"),
-        (dict(head="yolo"), "head must be one of classify, upernet, mask2former, dino, got"),
-    ],
-)
-def test_settings_of_another_head_raise(settings: dict[str, Any], rule: str) -> None:
-    with pytest.raises(ValueError, match=f"^{rule}"):
-        ModelConfig(**settings)
-
-
 def two(rank: int, folder: Path, port: int) -> None:
     """Run one of two processes with the environment that torchrun sets."""
     become_one_of_two(rank, port)
     for head in ("upernet", "dino"):
-        config = small_run(head, optim={"epochs": 1})
-        found, _ = train(config, data_of(config), folder / head, accelerator="cpu")
+        found, _ = trained(small_run(head, epochs=1), folder / head, accelerator="cpu")
         torch.save(found.state_dict(), folder / f"{head}-{rank}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -28,6 +28,8 @@ from torchrope_lab.heads.detr import DINO, training_objects
 from torchrope_lab.settings.run_config import OptimConfig
 from torchrope_lab.training.dense_modules import Detector
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*log_every_n_steps")
+
 CLASSES = ("cat", "dog", "owl")
 SIZES: dict[str, int] = dict(
     channels=64, queries=20, encoder_layers=1, decoder_layers=2, num_heads=4, mlp_dim=32, denoising_queries=6
@@ -61,12 +63,31 @@ def batch() -> tuple[list[Tensor], list[Any]]:
     return images, targets
 
 
-def test_gradients_reach_every_parameter() -> None:
-    model = built()
-    sum(model.losses(*batch()).values()).backward()
-    assert [path for path, weight in model.named_parameters() if weight.grad is None] == []
-    for part in (model.backbone.model.embed, model.backbone.model.encodings, model.backbone.levels):
-        assert all(weight.grad.abs().sum() > 0 for weight in part.parameters())
+def swin() -> Features:
+    sizes = dict(dim=16, depths=(1, 1, 1), num_heads=(1, 2, 4), window_size=4)
+    return Features(Swin((64, 64), patch_size=4, encoding="mixed", **sizes))
+
+
+def without_objects() -> tuple[list[Tensor], list[Any]]:
+    return [image(64, 64), image(32, 64)], [target([], []), target([], [])]
+
+
+@pytest.mark.parametrize("backbone", [lambda: None, swin], ids=["vit", "swin"])
+@pytest.mark.parametrize("examples", [batch, without_objects])
+def test_gradients_reach_every_parameter(backbone: Any, examples: Any) -> None:
+    model = built(backbone())
+    losses = model.losses(*examples())
+    assert all(torch.isfinite(loss) for loss in losses.values())
+    sum(losses.values()).backward()
+    assert [path for path, weight in model.named_parameters() if weight.grad is None] == []  # DDP needs each
+    taught = ("embed", "encodings", "levels") if examples is batch else ("embed",)
+    for path, weight in model.backbone.named_parameters():
+        assert weight.grad.abs().sum() > 0 or not any(part in path for part in taught), path
+    assert len(model.eval().predict([image(64, 64)])) == 1
+
+
+def sum_of(losses: dict[str, Tensor], part: str) -> Tensor:
+    return sum(losses[f"{part}{name}"] for name in ("class", "box", "overlap"))  # type: ignore[return-value]
 
 
 @pytest.mark.slow
@@ -76,14 +97,16 @@ def test_detector_overfits_one_image() -> None:
     images[0][:, 10:40, 20:70] += 3
     targets = [target([[20, 10, 70, 40]], [2])]
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    losses = []
+    record = []
     for _ in range(30):
-        loss = sum(model.losses(images, targets).values())
+        losses = model.losses(images, targets)
         optimizer.zero_grad()
-        loss.backward()
+        sum(losses.values()).backward()
         optimizer.step()
-        losses.append(loss.item())
-    assert min(losses[-5:]) < losses[0] / 2
+        record.append([sum_of(losses, part).item() for part in ("", "denoising_", "first_")])
+    assert min(map(sum, record[-5:])) < sum(record[0]) / 2
+    for first, *last in zip(record[0], *record[-5:], strict=True):  # of the decoder, of denoising and of the encoder
+        assert min(last) < 0.9 * first
     with torch.no_grad():
         [found] = model.eval().predict(images)
     assert found["labels"][0] == 2
@@ -106,15 +129,6 @@ def test_detections_lie_in_their_image_and_ignore_the_batch() -> None:
         assert (found["scores"].diff() <= 0).all()
         assert found["labels"].min() >= 0
         assert found["labels"].max() < len(CLASSES)
-
-
-def test_images_without_objects_have_gradients() -> None:
-    model = built()
-    losses = model.losses([image(64, 64), image(32, 64)], [target([], []), target([], [])])
-    assert all(torch.isfinite(loss) for loss in losses.values())
-    sum(losses.values()).backward()
-    assert [path for path, weight in model.named_parameters() if weight.grad is None] == []  # DDP needs each
-    assert model.backbone.model.embed.proj.weight.grad.abs().sum() > 0
 
 
 def test_crowds_and_empty_boxes_do_not_change_losses() -> None:
@@ -146,14 +160,6 @@ def test_backbone_gets_the_padding_mask() -> None:
     assert masks[0].sum(dim=(1, 2)).tolist() == [each.shape[1] * each.shape[2] for each in images]
 
 
-def test_detectors_accept_a_swin() -> None:
-    swin = Swin((64, 64), patch_size=4, dim=16, depths=(1, 1, 1), num_heads=(1, 2, 4), window_size=4, encoding="mixed")
-    model = built(Features(swin))
-    sum(model.losses(*batch()).values()).backward()
-    assert model.backbone.model.embed.proj.weight.grad.abs().sum() > 0
-    assert len(model.eval().predict([image(64, 64)])) == 1
-
-
 @pytest.mark.slow
 def test_bfloat16_applies_to_matrix_products_only() -> None:
     model = built()
@@ -174,10 +180,8 @@ def test_boxes_and_losses_equal_transformers() -> None:
     for head in (*model.detr.decoder.class_embed, *model.detr.decoder.bbox_embed):
         for weight in head.parameters():
             nn.init.normal_(weight, std=0.5)
-    images, boxes = (
-        [image(64, 64), image(64, 64, 1)],
-        [[4, 4, 20, 24], [30, 30, 60, 50], [0, 0, 64, 64], [8, 0, 16, 64]],
-    )
+    images = [image(64, 64), image(64, 64, 1)]
+    boxes = [[4, 4, 20, 24], [30, 30, 60, 50], [0, 0, 64, 64], [8, 0, 16, 64]]
     targets = [target(boxes, [0, 2, 1, 1]), target([], [])]
     centres = torch.tensor([[12.0, 14, 16, 20], [45, 40, 30, 20], [32, 32, 64, 64], [12, 32, 8, 64]]) / 64
     labels = [
@@ -194,8 +198,7 @@ def test_boxes_and_losses_equal_transformers() -> None:
     expected, *_ = DeformableDetrForObjectDetectionLoss(
         last["logits"], labels, torch.device("cpu"), last["pred_boxes"], config, logits, shares
     )
-    total = sum(losses[name] for name in ("class", "box", "overlap"))
-    torch.testing.assert_close(total, expected.reshape(()))
+    torch.testing.assert_close(sum_of(losses, ""), expected.reshape(()))
 
     for found, logits, shares in zip(model.predict(images), last["logits"], last["pred_boxes"], strict=True):
         scores, order = logits.sigmoid().flatten().sort(descending=True)
@@ -386,7 +389,6 @@ def fitted(module: Detector, train: DataLoader, val: DataLoader) -> Any:
     return trainer.callback_metrics
 
 
-@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*log_every_n_steps")
 def test_detector_logs_precision_over_all_images() -> None:
     found, targets = drawn(1)
     images = [torch.full((3, 48, 48), float(index)) for index in range(len(targets))]
@@ -398,7 +400,6 @@ def test_detector_logs_precision_over_all_images() -> None:
     assert module.train_loss.compute().item() == pytest.approx((10.5 * 20 + 5.5 * 5) / 25, abs=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*log_every_n_steps")
 def test_detector_uses_cocos_float64_recalls() -> None:
     boxes = [[4.0 * place, 0, 4.0 * place + 4, 8] for place in range(10)]
     targets = [target(boxes, [0] * 10)]
@@ -411,7 +412,6 @@ def test_detector_uses_cocos_float64_recalls() -> None:
     assert not module.val_precision.update_called  # reset for the next epoch
 
 
-@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*log_every_n_steps")
 def test_detector_trains() -> None:
     model = built()
     before = model.backbone.model.embed.proj.weight.clone()

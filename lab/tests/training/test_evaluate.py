@@ -7,8 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import small_runs
+import timm
 import torch
 from PIL import Image
+from published import Shapes, drawn, linear, norm, randomised, saved
+from small_runs import small_run
 from torch import nn
 from torchvision.transforms import v2
 
@@ -16,10 +20,9 @@ import torchrope as tr
 from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.data_config import data_config
-from torchrope_lab.settings.run_config import ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.evaluate import evaluate, keep_range, predict, predict_at, windows_at
 from torchrope_lab.training.published_checkpoint import load_checkpoint
-from torchrope_lab.training.run import train
+from torchrope_lab.training.run import load
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -51,61 +54,34 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-MODEL = ModelConfig(dim=16, depth=1, num_heads=2, mlp_dim=16, patch_size=[8], pool="mean")
-
-
 @pytest.fixture(scope="module")
 def trained(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run trained once on the images at 32x32 pixels."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    config = RunConfig(
-        encoding="comrope-ld:4",
-        data=data_config("images", root=str(pictures), size=SIDE, batch_size=4),
-        model=MODEL,
-        optim=OptimConfig(epochs=1, warmup_epochs=0),
-    )
-    data = make_data(config.data)
-    data.setup()
-    train(config, data, folder)
+    data = data_config("images", root=str(pictures), size=SIDE, batch_size=4)
+    small_runs.trained(small_run(encoding="comrope-ld:4", data=data, patch_size=[8], epochs=1), folder)
     return folder
 
 
 def deit(folder: Path, classes: int = CLASSES) -> Path:
     """A checkpoint of a ViT in timm's format: 32 pixels, patches of 8, one layer."""
-    names = {"patch_embed.proj.weight": (64, 3, 8, 8), "patch_embed.proj.bias": (64,), "cls_token": (1, 1, 64)}
-    names |= {"pos_embed": (1, 17, 64), "norm.weight": (64,), "norm.bias": (64,)}
-    layer = {"norm1": (64,), "attn.qkv": (192, 64), "attn.proj": (64, 64)}
-    layer |= {"norm2": (64,), "mlp.fc1": (256, 64), "mlp.fc2": (64, 256)}
-    for name, shape in layer.items():
-        names |= {f"blocks.0.{name}.weight": shape, f"blocks.0.{name}.bias": shape[:1]}
-    names |= {"head.weight": (classes, 64), "head.bias": (classes,)} if classes else {}
-    return saved(names, folder / "deit.pth")
+    sizes = dict(img_size=32, patch_size=8, embed_dim=64, depth=1, num_heads=1)
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=classes, **sizes)
+    return saved({"model": randomised(model).state_dict()}, folder, "deit.pth")
 
 
 def comrope(folder: Path) -> Path:
     """A checkpoint of ComRoPE-LD without a position table: patches of 8, one layer of two heads, blocks of 4."""
-    names = {"vision_model.embeddings.class_embedding": (32,)}
-    names |= {"vision_model.embeddings.patch_embedding.weight": (32, 3, 8, 8)}
-    norms = ["vision_model.pre_layrnorm", "vision_model.post_layernorm"]
-    linear = {"classification_head": (CLASSES, 32)}
+    shapes: Shapes = {"vision_model.embeddings.class_embedding": (32,)}
+    shapes |= {"vision_model.embeddings.patch_embedding.weight": (32, 3, 8, 8)}
+    shapes |= norm("vision_model.pre_layrnorm", 32) | norm("vision_model.post_layernorm", 32)
     layer = "vision_model.encoder.layers.0"
-    for part in ("layer_norm1", "layer_norm2", "mlp.fc1", "mlp.fc2"):
-        if "norm" in part:
-            norms.append(f"{layer}.{part}")
-        else:
-            linear[f"{layer}.{part}"] = (64, 32) if part == "mlp.fc1" else (32, 64)
-    linear |= {f"{layer}.self_attn.{part}_proj": (32, 32) for part in ("q", "k", "v", "out")}
-    for name in norms:
-        names |= {f"{name}.weight": (32,), f"{name}.bias": (32,)}
-    for name, shape in linear.items():
-        names |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-    names |= {f"{layer}.self_attn.freqs": (2, 1, 4, 4, 4), f"{layer}.self_attn.multiplier": (1, 2, 4, 1, 1)}
-    return saved(names, folder / "comrope.pth")
-
-
-def saved(names: dict[str, tuple[int, ...]], path: Path) -> Path:
-    torch.save({"model": {name: torch.randn(shape) for name, shape in names.items()}}, path)
-    return path
+    shapes |= norm(f"{layer}.layer_norm1", 32) | norm(f"{layer}.layer_norm2", 32)
+    shapes |= linear(f"{layer}.mlp.fc1", 64, 32) | linear(f"{layer}.mlp.fc2", 32, 64)
+    for part in ("q", "k", "v", "out"):
+        shapes |= linear(f"{layer}.self_attn.{part}_proj", 32, 32)
+    shapes |= {f"{layer}.self_attn.freqs": (2, 1, 4, 4, 4), f"{layer}.self_attn.multiplier": (1, 2, 4, 1, 1)}
+    return saved({"model": drawn(shapes | linear("classification_head", CLASSES, 32))}, folder, "comrope.pth")
 
 
 # Sizes
@@ -125,8 +101,6 @@ def test_evaluation_tells_how_inputs_are_made(trained: Path, run: Run, ratio: An
 
 
 def test_predictions_at_twice_the_size_are_of_files_not_crops(trained: Path, pictures: Path) -> None:
-    from torchrope_lab.training.run import load
-
     _, data, module = load(trained)
     labels, logits = predict_at(module.model, data, (64, 64))
     val = data._made_datasets()[1]
@@ -142,16 +116,12 @@ def test_predictions_at_twice_the_size_are_of_files_not_crops(trained: Path, pic
 
 def volumes() -> Any:
     """Return a source of volumes of 2 slices of 8 x 16 pixels."""
-    inputs, labels = torch.randn(12, 1, 2, 8, 16), torch.arange(12) % 2
-    part = torch.utils.data.TensorDataset(inputs, labels)
-    return part, part
+    return (torch.utils.data.TensorDataset(torch.randn(12, 1, 2, 8, 16), torch.arange(12) % 2),) * 2
 
 
 def line() -> Any:
     """Return a source of examples with one axis."""
-    inputs, labels = torch.randn(12, 1, 16), torch.arange(12) % 2
-    part = torch.utils.data.TensorDataset(inputs, labels)
-    return part, part
+    return (torch.utils.data.TensorDataset(torch.randn(12, 1, 16), torch.arange(12) % 2),) * 2
 
 
 @pytest.mark.parametrize(
@@ -160,18 +130,20 @@ def line() -> Any:
 def test_sizes_keep_slices_and_the_ratio_of_sides(
     source: str, sizes: list[list[int]], tmp_path: Path, run: Run
 ) -> None:
-    config = RunConfig(
-        encoding="axial",
-        data=data_config(f"{__name__}:{source}", batch_size=4),
-        model=ModelConfig(dim=12, depth=1, num_heads=1, mlp_dim=8, patch_size=[2], pool="mean"),
-        optim=OptimConfig(epochs=1, warmup_epochs=0),
-    )
-    data = make_data(config.data)
-    data.setup()
-    train(config, data, tmp_path)
+    data = data_config(f"{__name__}:{source}", batch_size=4)
+    config = small_run(encoding="axial", data=data, dim=12, num_heads=1, patch_size=[2], epochs=1)
+    small_runs.trained(config, tmp_path)
     status, out, error = run("evaluate", tmp_path, "--sizes", "32,16,32", "--json", "--allow", __name__)
     assert status == 0, error
     assert [at["size"] for at in json.loads(out)["resolutions"]] == sizes
+
+
+def refused(outcome: tuple[int, str, str], message: str) -> None:
+    """The command ended with the message in one line."""
+    status, _, error = outcome
+    assert status == 2
+    assert message in error
+    assert len(error.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -188,10 +160,7 @@ def test_sizes_keep_slices_and_the_ratio_of_sides(
 def test_evaluate_command_reports_errors_in_one_line(
     trained: Path, run: Run, arguments: list[str], message: str
 ) -> None:
-    status, _, error = run("evaluate", trained, *arguments)
-    assert status == 2
-    assert message in error
-    assert len(error.splitlines()) == 1
+    refused(run("evaluate", trained, *arguments), message)
 
 
 # Windows
@@ -322,30 +291,19 @@ def test_comrope_checkpoint_keeps_range_of_positions(tmp_path: Path, pictures: P
         (["--data", "images", "--data.size", "64"], "--data.size must be that of the checkpoint, 32"),
         (["--data", "images", "--load", "layers"], "--load must be NAME=VALUE as in input_size=224, got 'layers'"),
         (["--data", "images", "--load", "layers=1"], "must be among num_heads, input_size, activation, got layers"),
-        (
-            ["--data", "images", "--crop", "32"],
-            "--crop is for semantic segmentation, got the file of a classifier's checkpoint",
-        ),
+        (["--data", "images", "--crop", "32"], "--crop is for semantic segmentation, got the file of a classifier's"),
         (["--data", "images", "--data.crop_ratoi", "1"], "there is no option --data.crop_ratoi; did you mean"),
-        (
-            ["--data", "digits", "--crop-ratio", "1"],
-            "--crop-ratio is for images, imagenet, videos, ucf101, got data set digits",
-        ),
+        (["--data", "digits", "--crop-ratio", "1"], "--crop-ratio is for images, imagenet, videos, ucf101, got"),
     ],
 )
 def test_unfitting_checkpoint_raises_one_line(
     tmp_path: Path, pictures: Path, run: Run, arguments: list[str], message: str
 ) -> None:
     root = [f"--data.root={pictures}"] if "images" in arguments else []
-    status, _, error = run("evaluate", deit(tmp_path), *arguments, *root)
-    assert status == 2
-    assert message in error
-    assert len(error.splitlines()) == 1
+    refused(run("evaluate", deit(tmp_path), *arguments, *root), message)
 
 
-def test_data_must_have_the_classes_of_the_checkpoint(tmp_path: Path, pictures: Path, run: Run) -> None:
-    for classes in (5, 0):
-        file = deit(tmp_path, classes)
-        status, _, error = run("evaluate", file, "--data", "images", "--data.root", pictures)
-        assert status == 2
-        assert f"--data must have the {classes} classes of the checkpoint, got 2" in error
+@pytest.mark.parametrize("classes", [5, 0])
+def test_data_must_have_the_classes_of_the_checkpoint(tmp_path: Path, pictures: Path, run: Run, classes: int) -> None:
+    outcome = run("evaluate", deit(tmp_path, classes), "--data", "images", "--data.root", pictures)
+    refused(outcome, f"--data must have the {classes} classes of the checkpoint, got 2")

@@ -1,49 +1,41 @@
 """Training at mixed input sizes: size of each step, rendering or resampling of inputs, and resuming."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import small_runs
 import torch
 from processes import data_of
 from pytorch_lightning.callbacks import Callback
+from small_runs import SWIN, AtBatch, Killed, changed, same_weights
 from torch.utils.data import Dataset
 
 from torchrope_lab.cli import main
+from torchrope_lab.data.build import make_data
 from torchrope_lab.data.data_config import data_config
-from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.mixed_sizes import Resampled
 from torchrope_lab.data.transforms import resize
 from torchrope_lab.engine.runs import Run
-from torchrope_lab.settings.run_config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
+from torchrope_lab.settings.run_config import ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.run import load, train
 from torchrope_lab.training.sizes import size_of, training_sizes
 
-SMALL = ModelConfig(dim=16, depth=1, num_heads=2, mlp_dim=16, patch_size=[2], pool="mean", dropout=0.1)
 SIZES = [6, 8, 10]
-
-
-def small_run(epochs: int = 2, encoding: str = "learned+liere:4", **optim: Any) -> RunConfig:
-    return RunConfig(
-        encoding=encoding,
-        seed=1,
-        data=data_config(name="digits", train_size=60, val_size=20, batch_size=10),
-        model=SMALL,
-        optim=OptimConfig(**{"epochs": epochs, "warmup_epochs": 0, "train_sizes": SIZES, **optim}),
-    )
+small_run = partial(
+    small_runs.small_run, encoding="learned+liere:4", train_size=60, patch_size=[2], dropout=0.1, train_sizes=SIZES
+)
 
 
 class InputRecorder(Callback):
-    """Record the inputs of every batch, and raise before a step if a number is given."""
+    """Record the inputs of every batch."""
 
-    def __init__(self, stop_at: int | None = None) -> None:
-        self.stop_at = stop_at
+    def __init__(self) -> None:
         self.inputs: list[torch.Tensor] = []
 
     def on_train_batch_start(self, trainer: Any, _: Any, batch: Any, *__: Any) -> None:
-        if trainer.global_step == self.stop_at:
-            raise KeyboardInterrupt
         self.inputs.append(batch[0].clone())
 
     @property
@@ -51,16 +43,15 @@ class InputRecorder(Callback):
         return [each.shape[-1] for each in self.inputs]
 
 
-def trained(config: RunConfig, folder: Path, data: DataModule | None = None) -> tuple[Any, InputRecorder]:
+def trained(config: RunConfig, folder: Path) -> tuple[Any, InputRecorder]:
     seen = InputRecorder()
-    module, _ = train(config, data or data_of(config), folder, callbacks=[seen])
+    module, _ = small_runs.trained(config, folder, callbacks=[seen])
     return module, seen
 
 
 def test_sizes_are_drawn_per_step_and_not_in_validation(tmp_path: Path) -> None:
-    config = small_run(epochs=6)
-    data = data_of(config)
-    module, seen = trained(config, tmp_path, data)
+    data, seen = data_of(small_run()), InputRecorder()
+    module, _ = train(small_run(epochs=6), data, tmp_path, callbacks=[seen])
     assert {*seen.sides} == {*SIZES}
     assert seen.sides[:6] != seen.sides[6:12]  # each epoch draws other sizes
     assert len(seen.sides) == 36
@@ -72,15 +63,14 @@ def test_sizes_are_drawn_per_step_and_not_in_validation(tmp_path: Path) -> None:
 
 def test_drawn_sizes_depend_on_seed_and_not_on_encoding(tmp_path: Path) -> None:
     one, other = (trained(small_run(encoding=name), tmp_path / name)[1].sides for name in ("mixed", "learned"))
-    again = trained(replace(small_run(encoding="mixed"), seed=2), tmp_path / "again")[1].sides
+    again = trained(small_run(encoding="mixed", seed=2), tmp_path / "again")[1].sides
     assert one == other != again
 
 
 def test_images_are_resampled_after_augmentation(tmp_path: Path) -> None:
-    config = small_run(epochs=1)
-    config = replace(config, data=replace(config.data, augment={"flip": True, "mixup": 0.4}))
+    config = small_run(epochs=1, augment={"flip": True, "mixup": 0.4})
     mixed = trained(config, tmp_path / "mixed")[1].inputs
-    plain = trained(replace(config, optim=OptimConfig(epochs=1, warmup_epochs=0)), tmp_path / "plain")[1].inputs
+    plain = trained(changed(config, train_sizes=[]), tmp_path / "plain")[1].inputs
     assert {each.shape[-1] for each in plain} == {8}
     for one, other in zip(mixed, plain, strict=True):
         torch.testing.assert_close(one, resize(other, tuple(one.shape[2:])))
@@ -89,30 +79,26 @@ def test_images_are_resampled_after_augmentation(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["learned+liere:4", "comrope-ld:4"])
 def test_run_resumed_within_epoch_is_bit_identical(tmp_path: Path, encoding: str) -> None:
-    config = replace(small_run(encoding=encoding, ema_decay=0.9), run=ExecutionConfig(checkpoint_every=1))
+    config = small_run(encoding=encoding, ema_decay=0.9, checkpoint_every=1)
     whole, every = trained(config, tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        train(config, data_of(config), tmp_path / "killed", callbacks=[InputRecorder(stop_at=9)])
+    with pytest.raises(Killed):
+        small_runs.trained(config, tmp_path / "killed", callbacks=[AtBatch(10)])
     resumed, rest = trained(config, tmp_path / "killed")
     assert rest.sides == every.sides[9:]
-    for one, other in zip(every.inputs[9:], rest.inputs, strict=True):
-        assert torch.equal(one, other)
-    for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, every.inputs[9:], rest.inputs))
+    assert same_weights(whole, resumed)
 
 
 def test_accumulated_batches_of_a_step_have_one_size(tmp_path: Path) -> None:
     whole, seen = trained(small_run(), tmp_path / "whole")
-    config = small_run(effective_batch=10)
-    config = replace(config, data=replace(config.data, batch_size=5))
-    parts, halves = trained(config, tmp_path / "parts")
+    parts, halves = trained(small_run(batch_size=5, effective_batch=10), tmp_path / "parts")
     assert halves.sides == [side for side in seen.sides for _ in range(2)]
     assert whole.model.head.weight.shape == parts.model.head.weight.shape
 
 
 def test_processes_share_size_and_examples_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     data = data_of(small_run())
-    data.train_sizes = training_sizes(OptimConfig(train_sizes=SIZES), SMALL, data)
+    data.train_sizes = training_sizes(OptimConfig(train_sizes=SIZES), small_run().model, data)
     alone = list(data.train_dataloader())
     data.config.batch_size = 5
     shares = []
@@ -127,23 +113,23 @@ def test_processes_share_size_and_examples_of_a_step(monkeypatch: pytest.MonkeyP
 
 
 def test_inputs_do_not_depend_on_precision_or_workers(tmp_path: Path) -> None:
-    config = small_run(epochs=1)
-    one = trained(config, tmp_path / "one")[1]
-    config = replace(config, data=replace(config.data, workers=1), run=ExecutionConfig(precision="bf16"))
-    other = trained(config, tmp_path / "other")[1]
-    assert all(torch.equal(*pair) for pair in zip(one.inputs, other.inputs, strict=True))
+    one, other = (
+        trained(small_run(epochs=1, **settings), tmp_path / str(number))[1].inputs
+        for number, settings in enumerate([{}, {"workers": 1, "precision": "bf16"}])
+    )
+    assert len(one) == len(other) == 6
+    assert all(map(torch.equal, one, other))
 
 
 def test_swin_trains_across_sizes(tmp_path: Path) -> None:
-    swin = ModelConfig(backbone="swin", dim=8, depths=[1, 1], stage_heads=[1, 2], window_size=[2], patch_size=[2])
-    config = replace(small_run(epochs=2, encoding="bias+mixed"), model=swin)
+    config = small_runs.small_run(encoding="bias+mixed", train_sizes=SIZES, model=SWIN)
     module, seen = trained(config, tmp_path)
     assert {*seen.sides} == {*SIZES}
     assert all(parameter.isfinite().all() for parameter in module.parameters())
 
 
 def test_size_of_keeps_time_and_depth_and_the_ratio_of_other_axes() -> None:
-    data = data_of(replace(small_run(), data=data_config("motion", train_size=20, val_size=10)))
+    data = make_data(data_config("motion"))
     assert size_of(24, data, (1, 4, 4), "--sizes") == (data.input_size[0], 24, 24)
     data.axes, data.input_size = ("depth", "height", "width"), (32, 224, 224)
     assert size_of(112, data, (4, 16, 16), "--sizes") == (32, 112, 112)
@@ -174,21 +160,18 @@ def test_sizes_not_divisible_by_the_patch_raise_before_a_run(
 
 
 def test_sizes_raise_for_dense_heads_and_time_series() -> None:
-    with pytest.raises(
-        ValueError, match=r"^--optim.train_sizes requires model.head classify, got 64, 96 with upernet$"
-    ):
-        RunConfig(
-            data=data_config("segments"), model=ModelConfig(head="upernet"), optim=OptimConfig(train_sizes=[64, 96])
-        )
+    optim = OptimConfig(train_sizes=[64, 96])
+    rule = r"^--optim.train_sizes requires model.head classify, got 64, 96 with upernet$"
+    with pytest.raises(ValueError, match=rule):
+        RunConfig(data=data_config("segments"), model=ModelConfig(head="upernet"), optim=optim)
     data = data_of(small_run())
     data.axes, data.input_size = ("time",), (8,)
-    with pytest.raises(
-        ValueError, match=r"^--optim.train_sizes is for data whose last axis is not time, got axes time$"
-    ):
-        training_sizes(OptimConfig(train_sizes=[8]), replace(SMALL, patch_size=[2]), data)
+    rule = r"^--optim.train_sizes is for data whose last axis is not time, got axes time$"
+    with pytest.raises(ValueError, match=rule):
+        training_sizes(OptimConfig(train_sizes=[8]), small_run().model, data)
 
 
 def test_sizes_change_the_key_of_a_run_only_if_given() -> None:
-    plain = replace(small_run(), optim=OptimConfig(epochs=2, warmup_epochs=0))
+    plain = replace(small_run(), optim=OptimConfig(epochs=2, warmup_epochs=1))
     assert Run(small_run()).key != Run(plain).key
-    assert Run(replace(plain, optim=replace(plain.optim, train_sizes=[]))).key == Run(plain).key
+    assert Run(small_run(train_sizes=[])).key == Run(plain).key

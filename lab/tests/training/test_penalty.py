@@ -1,20 +1,10 @@
-"""The optimiser's epsilon, and measures of rare classes."""
+"""Measures of rare classes."""
 
 import pytest
 import torch
 from sklearn.metrics import recall_score, roc_auc_score
-from test_scale import tiny_vit
 
-from torchrope_lab.settings.run_config import OptimConfig
 from torchrope_lab.training.evaluate import class_measures
-from torchrope_lab.training.optim import build_optimizer
-
-
-def test_eps_is_that_of_the_optimiser() -> None:
-    eps = {"adamw": (None, 1e-8), "lamb": (None, 1e-6), "adam": (1e-5, 1e-5)}
-    for name, (given, expected) in eps.items():
-        optimizer = build_optimizer(tiny_vit(), OptimConfig(optimizer=name, eps=given))  # type: ignore[arg-type]
-        assert {group["eps"] for group in optimizer.param_groups} == {expected}
 
 
 def test_class_measures_equal_scikit_learn() -> None:

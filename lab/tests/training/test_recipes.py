@@ -15,6 +15,8 @@ import torch
 import yaml
 from miniatures import MINIATURES
 from PIL import Image
+from processes import data_of
+from small_runs import changed, trained
 from torch import nn
 from torchvision import transforms
 from torchvision.transforms import v2
@@ -26,10 +28,8 @@ from torchrope.models import ViT
 from torchrope.models.layers import DropPath
 from torchrope_lab import cli, recipes
 from torchrope_lab.cli import main
-from torchrope_lab.data.build import make_data
 from torchrope_lab.data.clips import test_frames
 from torchrope_lab.data.data_config import DataConfig, data_config
-from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.sets import NAMES_DENSE
 from torchrope_lab.data.videos import read_clips
 from torchrope_lab.engine.published import cite, results_of
@@ -44,26 +44,8 @@ from torchrope_lab.training.run import build_module, train
 PAPERS = [name for name in recipes.names() if recipes.find(name).source]
 pytestmark = pytest.mark.usefixtures("published_miniatures")
 
-TRAINED = (  # one per data set and backbone, and two heads; the others are in `make slow`
-    "comrope-ucf101",
-    "liere-cifar100-vit-t",
-    "liere-imagenet",
-    "liere-rsna",
-    "rope-swin-t",
-    "rope-vit-ade20k-upernet-vit-b",
-    "rope-vit-coco-dino-vit-b",
-)
-A_FEW = [pytest.param(name, marks=() if name in TRAINED else pytest.mark.slow) for name in PAPERS]
 QUICK = ("liere-cifar100-vit-t", "liere-imagenet", "rope-swin-t")  # train within a second
 CLASSES = {"cifar100": 100, "imagenet": 1000, "ucf101": 101, "rsna": 2, "ade20k": 150, "coco": 80}
-EXAMPLES = {
-    "cifar100": 50_000,
-    "imagenet": 1_281_167,
-    "ucf101": 9_537,
-    "rsna": 17_395,
-    "ade20k": 20_210,
-    "coco": 117_266,  # images with an object
-}
 
 
 def configuration(name: str) -> RunConfig:
@@ -107,7 +89,7 @@ def count(model: nn.Module) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", A_FEW)
+@pytest.mark.parametrize("name", PAPERS)
 def test_recipe_builds_with_each_of_its_encodings(name: str) -> None:
     for encoding in [configuration(name).encoding, *recipes.settings(name).get("encodings", [])]:
         assert count(built(name, encoding)) > 1e7
@@ -190,11 +172,17 @@ def test_mask2former_parameters_equal_transformers(size: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "extra"),
-    [("liere-cifar100-vit-b", 64_512), ("liere-cifar100-vit-t", 12 * 6 * 2 * 8 * 28), ("liere-imagenet", 64_512)],
+    ("name", "encoding", "extra"),
+    [
+        ("liere-cifar100-vit-b", "liere:8", 64_512),
+        ("liere-cifar100-vit-t", "liere:8", 12 * 6 * 2 * 8 * 28),
+        ("liere-imagenet", "liere:8", 64_512),
+        ("liere-rsna", None, 3 * 2016),  # the first version shares the generators of whole heads
+        ("liere-ucf101-v1", None, 3 * 2016),
+    ],
 )
-def test_parameters_include_generators_of_blocks_of_8(name: str, extra: int) -> None:
-    assert count(built(name, "liere:8")) - count(built(name, "none")) == extra
+def test_parameters_include_generators(name: str, encoding: str | None, extra: int) -> None:
+    assert count(built(name, encoding)) - count(built(name, "none")) == extra
 
 
 @pytest.mark.parametrize(
@@ -254,68 +242,50 @@ def test_effective_batch_divides_on_1_to_64_devices(name: str) -> None:
     for devices in (1, 2, 4, 8, 16, 32, min(64, effective)):
         used = min(devices, effective)
         batch = min(config.data.batch_size, effective // used)  # more devices than the paper's take less each
-        smaller = replace(config, data=replace(config.data, batch_size=batch))
-        assert batch * used * accumulation_steps(smaller, used) == effective, devices
+        assert batch * used * accumulation_steps(changed(config, batch_size=batch), used) == effective, devices
 
 
 @pytest.mark.parametrize(
-    ("name", "rate", "warm", "last"),
+    ("name", "rate", "warm", "last", "falls"),
     [
-        *((f"liere-cifar100-vit-{size}", 1e-4, 0.0, 0.0) for size in "tbl"),
-        *((name, 1e-4, 0.0, 0.0) for name in ("liere-imagenet", "liere-ucf101", "liere-ucf101-v1", "liere-rsna")),
-        ("liere-second-stage", 1e-5, 0.0, 0.0),
-        ("comrope-imagenet", 1e-3, 0.02, 0.0),
-        ("comrope-ucf101", 1.2e-4, 0.02, 0.0),
-        ("comrope-finetune", 3e-4, 0.02, 0.0),
-        ("rope-vit-s", 4e-3, 5 / 400, 1e-5),
-        ("rope-vit-b", 3e-3, 5 / 400, 1e-5),
-        ("rope-vit-l", 3e-3, 5 / 400, 1e-5),
-        ("rope-vit-b-224", 1e-5, 5 / 20, 1e-5),
-        ("rope-vit-l-224", 1e-5, 5 / 20, 1e-5),
-        *((f"rope-swin-{size}", 1e-3, 20 / 300, 1e-5) for size in "tsb"),
-        ("rope-vit-ade20k-upernet-vit-b", 5e-5, 1500 / 160_528, 0.0),
-        ("rope-vit-ade20k-upernet-vit-l", 4e-5, 1500 / 160_528, 0.0),
-        *((f"rope-vit-ade20k-mask2former-swin-{size}", 1e-4, 0.0, 0.0) for size in "sb"),
+        *((f"liere-cifar100-vit-{size}", 1e-4, 0.0, 0.0, []) for size in "tbl"),
+        *((f"liere-{name}", 1e-4, 0.0, 0.0, []) for name in ("imagenet", "ucf101", "ucf101-v1", "rsna")),
+        ("liere-second-stage", 1e-5, 0.0, 0.0, []),
+        ("comrope-imagenet", 1e-3, 0.02, 0.0, []),
+        ("comrope-ucf101", 1.2e-4, 0.02, 0.0, []),
+        ("comrope-finetune", 3e-4, 0.02, 0.0, []),
+        ("rope-vit-s", 4e-3, 5 / 400, 1e-5, []),
+        ("rope-vit-b", 3e-3, 5 / 400, 1e-5, []),
+        ("rope-vit-l", 3e-3, 5 / 400, 1e-5, []),
+        ("rope-vit-b-224", 1e-5, 5 / 20, 1e-5, []),
+        ("rope-vit-l-224", 1e-5, 5 / 20, 1e-5, []),
+        *((f"rope-swin-{size}", 1e-3, 20 / 300, 1e-5, []) for size in "tsb"),
+        ("rope-vit-ade20k-upernet-vit-b", 5e-5, 1500 / 160_528, 0.0, []),
+        ("rope-vit-ade20k-upernet-vit-l", 4e-5, 1500 / 160_528, 0.0, []),
+        *((f"rope-vit-ade20k-mask2former-swin-{size}", 1e-4, 0.0, 0.0, []) for size in "sb"),
+        ("rope-vit-coco-dino-vit-b", 1e-4, 0.0, 1e-5, [11 / 12]),
+        ("rope-vit-coco-dino-vit-l", 1e-4, 250 / 90_000, 1e-5, [300 / 375]),
+        *((f"rope-vit-coco-dino-swin-{size}", 1e-4, 0.0, 1e-5, [11 / 12]) for size in "tsb"),
     ],
 )
-def test_schedule_warms_up_and_decays_as_configured(name: str, rate: float, warm: float, last: float) -> None:
-    config = configuration(name)
-    steps = config.optim.epochs * math.ceil(EXAMPLES[config.data.name] / config.optim.effective_batch)
-    optimizer = build_optimizer(small_vit(), config.optim)
-    schedule = build_schedule(optimizer, config.optim, steps)
-
-    def at(step: int) -> float:
-        return optimizer.defaults["lr"] * schedule.lr_lambdas[0](step)
-
-    warmed = round(warm * steps)
-    assert at(warmed) == pytest.approx(rate)
-    half = 0.5**0.9 if config.optim.schedule == "polynomial" else 0.5
-    assert at((warmed + steps) // 2) == pytest.approx(last + half * (rate - last), rel=1e-2)
-    assert at(steps) == pytest.approx(last, abs=1e-12)
-    if warmed:
-        assert at(0) == pytest.approx(rate / warmed)
-        assert at(warmed // 2 - 1) == pytest.approx(rate / 2, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("name", "rate", "warm", "falls"),
-    [
-        ("rope-vit-coco-dino-vit-b", 1e-4, 0, [11 / 12]),
-        ("rope-vit-coco-dino-vit-l", 1e-4, 250 / 90_000, [300 / 375]),
-        *((f"rope-vit-coco-dino-swin-{size}", 1e-4, 0, [11 / 12]) for size in "tsb"),
-    ],
-)
-def test_step_schedule_decays_at_milestones(name: str, rate: float, warm: float, falls: list[float]) -> None:
+def test_schedule_is_the_papers(name: str, rate: float, warm: float, last: float, falls: list[float]) -> None:
     config = configuration(name).optim
+    steps = 100_000
     optimizer = build_optimizer(small_vit(), config)
-    factor = build_schedule(optimizer, config, 100_000).lr_lambdas[0]
-    assert optimizer.defaults["lr"] == rate
-    assert factor(0) == pytest.approx(1 / max(1, round(warm * 100_000)), rel=0.02)
-    assert factor(round(warm * 100_000)) == 1
-    for index, share in enumerate(falls):
-        before, after = factor(round((share - 0.0005) * 100_000)), factor(round((share + 0.0005) * 100_000))
-        assert (before, after) == pytest.approx((0.1**index, 0.1 ** (index + 1)))
-    assert factor(99_999) == pytest.approx(0.1 ** len(falls))
+    schedule = build_schedule(optimizer, config, steps)
+
+    def at(share: float) -> float:
+        return optimizer.defaults["lr"] * schedule.lr_lambdas[0](round(share * steps))
+
+    assert at(0) == pytest.approx(rate / max(1, warm * steps), rel=0.02)
+    assert at(warm / 2) == pytest.approx(rate / (2 if warm else 1), rel=0.02)
+    assert at(warm) == pytest.approx(rate)
+    assert at(1) == pytest.approx(last, abs=1e-12)
+    half = 0.5**0.9 if config.schedule == "polynomial" else 0.5
+    if not falls:
+        assert at((warm + 1) / 2) == pytest.approx(last + half * (rate - last), rel=1e-2)
+    for share in falls:
+        assert (at(share - 0.0005), at(share + 0.0005)) == pytest.approx((rate, rate / 10))
 
 
 def test_optimiser_equals_the_papers() -> None:
@@ -388,7 +358,7 @@ def test_images_are_those_of_the_authors_code(name: str, size: int, tmp_path: Pa
     for place in ("train/a", "train/b", "val/a", "val/b"):
         (tmp_path / place).mkdir(parents=True)
         picture.save(tmp_path / place / "0.png")
-    data = set_up(replace(configuration(name), data=replace(configuration(name).data, root=str(tmp_path), workers=0)))
+    data = data_of(changed(configuration(name), root=str(tmp_path), workers=0))
     code = next(code for code in TRANSFORMS if name.startswith(code))
     random, centre = (transform(size) for transform in TRANSFORMS[code])
     normalise = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(*STATISTICS.get(code, IMAGENET))]
@@ -410,8 +380,8 @@ def test_images_are_those_of_the_authors_code(name: str, size: int, tmp_path: Pa
 def test_clips_are_those_of_the_authors_code(
     name: str, ratio: float, statistics: Any, miniature_roots: dict[str, Path]
 ) -> None:
-    config = miniature(name, miniature_roots)
-    data = set_up(replace(config, data=replace(config.data, size=24)))
+    config = changed(miniature(name, miniature_roots), size=24)
+    data = data_of(config)
     val = data._made_datasets()[1]
     (clip,) = read_clips(val.root / val.samples[0][0], lambda count: test_frames(count, 4, config.data.frame_stride, 1))
     theirs = v2.Compose([v2.Resize(round(ratio * 24)), v2.CenterCrop(24), v2.ToDtype(torch.float32, scale=True)])
@@ -434,9 +404,9 @@ def test_crops_of_one_class_are_drawn_again_as_in_the_heads_code(name: str, redr
         indices = np.full_like(np.asarray(Image.open(mask)), 1)
         indices[:, : indices.shape[1] // 3] = 2
         Image.fromarray(indices).save(mask)
-    data = replace(config.data, root=str(root), size=24, workers=0, augment={"scale_jitter": (2.0, 2.0),
-        "max_class_share": config.data.augment.max_class_share})  # fmt: skip
-    train = set_up(replace(config, data=data))._made_datasets()[0]
+    augment = {"scale_jitter": (2.0, 2.0), "max_class_share": config.data.augment.max_class_share}
+    config = changed(config, root=str(root), size=24, workers=0, augment=augment)
+    train = data_of(config)._made_datasets()[0]
     shares = [(target["map"] == 1).float().mean() for seed in range(20) for _, target in train.of_epoch(seed)]
     dominated = sum(not 0.25 < share < 0.75 for share in shares) / len(shares)
     assert dominated < 0.2 if redrawn else dominated > 0.5
@@ -449,12 +419,6 @@ def test_liere_recipes_have_the_papers_baselines() -> None:
     turned = built("liere-ucf101", "visionllama").encodings[0]
     assert (turned.rotary_dim, turned.head_dim) == (60, 64)
     assert built("liere-ucf101", "liere:8").encodings[0].rotary_dim == 64
-
-
-@pytest.mark.parametrize("name", ["liere-rsna", "liere-ucf101-v1"])
-def test_first_version_shares_whole_head_generators(name: str) -> None:
-    assert configuration(name).encoding == "liere"
-    assert count(built(name, "liere")) - count(built(name, "none")) == 3 * 2016
 
 
 @pytest.mark.parametrize("name", ["liere-cifar100-vit-b", "liere-imagenet"])
@@ -524,24 +488,10 @@ def miniature(name: str, roots: dict[str, Path]) -> RunConfig:
     frames = {"frames": 4} if hasattr(config.data, "frames") else {}
     sizes = {"size": 32 if frames else 64} if "size" in recipes.settings(name)["data"] else {}
     frames |= {"test_views": [1, 1]} if hasattr(config.data, "test_views") else {}
-    root = str(roots[config.data.name])
-    data = replace(config.data, root=root, batch_size=batch, train_size=2 * step, workers=0, **sizes, **frames)
-    return replace(
-        config,
-        data=data,
-        model=small(config),
-        optim=replace(
-            config.optim, epochs=1, effective_batch=step, milestones=[0.5] if config.optim.milestones else []
-        ),
-        run=replace(config.run, compile=False),  # takes a minute
-        init=None,
-    )
-
-
-def set_up(config: RunConfig) -> DataModule:
-    data = make_data(config.data)
-    data.setup()
-    return data
+    data = dict(root=str(roots[config.data.name]), batch_size=batch, train_size=2 * step, workers=0)
+    optim = dict(epochs=1, effective_batch=step, milestones=[0.5] if config.optim.milestones else [])
+    # compiling takes a minute
+    return changed(config, model=small(config), init=None, compile=False, **data, **sizes, **frames, **optim)
 
 
 def small(config: RunConfig) -> Any:
@@ -563,7 +513,7 @@ def small(config: RunConfig) -> Any:
 )
 def test_recipe_trains_two_steps(name: str, miniature_roots: dict[str, Path], tmp_path: Path) -> None:
     config = miniature(name, miniature_roots)
-    data = set_up(config)
+    data = data_of(config)
     start = build_module(config, data).state_dict()
     classifier, history = train(config, data, tmp_path)
     (row,) = history.rows
@@ -584,9 +534,7 @@ def test_recipe_trains_two_steps(name: str, miniature_roots: dict[str, Path], tm
 def test_compiled_step_of_a_recipe_has_the_loss_of_an_eager_one(name: str) -> None:
     config = configuration(name)
     assert config.run.compile
-    size = {"size": 64} | ({"frames": 4} if hasattr(config.data, "frames") else {})
-    config = replace(config, data=replace(config.data, **size if config.data.size > 64 else {}))
-    data = shape(config.data)
+    data = shape(replace(config.data, size=min(config.data.size, 64)))
     model = build_model(config.encoding, replace(small(config), input_size=None), data)
     inputs, labels = torch.randn(2, 3, *data.input_size), torch.tensor([0, 1])
     losses, norms = [], []
@@ -609,18 +557,14 @@ def test_recipes_with_inputs_of_one_size_are_compiled(name: str) -> None:
 
 
 def test_second_stage_keeps_the_lattice_and_loads_weights(miniature_roots: dict[str, Path], tmp_path: Path) -> None:
-    first = miniature("rope-vit-b", miniature_roots)
-    first = replace(first, data=replace(first.data, size=48), encoding="liere:8")
-    trained, _ = train(first, set_up(first), tmp_path / "first")
-    second = miniature("rope-vit-b-224", miniature_roots)
-    second = replace(second, encoding="liere:8", init=str(tmp_path / "first"))
-    second = replace(second, optim=replace(second.optim, lr=1e-30, min_lr=0.0))
-    larger = set_up(second)
-    continued, _ = train(second, larger, tmp_path / "second")
-    assert larger.input_size == (64, 64)
-    torch.testing.assert_close(continued.model.positions((3, 3)), trained.model.positions((3, 3)))
-    for name, weight in trained.model.state_dict().items():
-        torch.testing.assert_close(continued.model.state_dict()[name], weight)
+    first = changed(miniature("rope-vit-b", miniature_roots), size=48, encoding="liere:8")
+    start, _ = trained(first, tmp_path / "first")
+    second = changed(miniature("rope-vit-b-224", miniature_roots), encoding="liere:8", init=str(tmp_path / "first"))
+    second = changed(second, lr=1e-30, min_lr=0.0)
+    continued, _ = trained(second, tmp_path / "second")
+    assert data_of(second).input_size == (64, 64)
+    torch.testing.assert_close(continued.model.positions((3, 3)), start.model.positions((3, 3)))
+    torch.testing.assert_close(continued.model.state_dict(), start.model.state_dict())
 
 
 def test_recipes_command_lists_all_and_prints_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,18 +4,15 @@ import re
 from pathlib import Path
 
 import pytest
-from processes import data_of
-from test_scale import small_run
+from small_runs import small_run, trained
 
 from torchrope_lab.training.progress import as_clock, print_epochs
-from torchrope_lab.training.run import train
 
 
 def test_train_prints_lines_with_time_left_without_a_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = small_run(epochs=3)
-    train(config, data_of(config), tmp_path, on_epoch=print_epochs(3))
+    trained(small_run(epochs=3), tmp_path, on_epoch=print_epochs(3))
     lines = capsys.readouterr().out.splitlines()
     assert [re.sub(r"\d+\.\d+", "N", line.partition("  (")[0]) for line in lines] == [
         f"epoch {number} of 3: loss N, top-1 N %" for number in (1, 2, 3)
@@ -33,23 +30,6 @@ def test_time_left_is_that_of_the_epochs_to_come(capsys: pytest.CaptureFixture[s
     ]
 
 
-def test_resumed_run_prints_its_own_epochs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = small_run(epochs=3)
-
-    def stop(row: dict[str, float]) -> None:
-        if row["epoch"] == 2:
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        train(config, data_of(config), tmp_path, on_epoch=stop)
-    train(config, data_of(config), tmp_path, on_epoch=print_epochs(3))
-    assert [line[:12] for line in capsys.readouterr().out.splitlines()] == ["epoch 2 of 3", "epoch 3 of 3"]
-
-
 def test_as_clock_has_hours_only_if_needed() -> None:
-    assert [as_clock(seconds) for seconds in (0.4, 59.6, 3600, 90061)] == [
-        "00:00",
-        "01:00",
-        "1:00:00",
-        "1 day, 1:01:01",
-    ]
+    clocks = {0.4: "00:00", 59.6: "01:00", 3600: "1:00:00", 90061: "1 day, 1:01:01"}
+    assert {seconds: as_clock(seconds) for seconds in clocks} == clocks

@@ -2,40 +2,27 @@
 
 import csv
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import data_of, free_port
+from processes import free_port
+from small_runs import HeadWeights, Killed, changed, die_in_epoch_2, lab_process, same_weights, small_run, trained
 from timm.models import group_parameters
-from timm.optim import Lamb, create_optimizer_v2, param_groups_layer_decay
+from timm.optim import Lamb, param_groups_layer_decay
 from torch import nn
+from torch.optim import lr_scheduler
 
 from torchrope.models import Features, Swin, ViT
 from torchrope_lab.data.data_config import data_config
-from torchrope_lab.settings.run_config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig, read_config
+from torchrope_lab.settings.run_config import ModelConfig, OptimConfig, RunConfig, read_config
 from torchrope_lab.training.devices import accumulation_steps, slow_without_gpu
-from torchrope_lab.training.optim import build_optimizer, build_schedule, warmup_cosine
-from torchrope_lab.training.run import load, train
-
-SMALL = ModelConfig(dim=16, depth=2, num_heads=2, mlp_dim=16, patch_size=[4], pool="mean")
-
-
-def small_run(batch_size: int = 20, **optim: object) -> RunConfig:
-    return RunConfig(
-        encoding="liere:4",
-        seed=1,
-        data=data_config(name="digits", train_size=80, val_size=60, batch_size=batch_size),
-        model=SMALL,
-        optim=OptimConfig(**{"epochs": 2, "warmup_epochs": 1.0, **optim}),  # type: ignore[arg-type]
-    )
+from torchrope_lab.training.optim import build_optimizer, build_schedule
+from torchrope_lab.training.run import load
 
 
 def tiny_vit(**settings: object) -> ViT:
@@ -60,9 +47,7 @@ def lamb_step(w: torch.Tensor, gradients: list[torch.Tensor], lr: float, decay: 
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.05])
-def test_lamb_equals_its_paper_without_gradient_clipping(
-    weight_decay: float,
-) -> None:
+def test_lamb_equals_its_paper_without_gradient_clipping(weight_decay: float) -> None:
     model = tiny_vit(encoding="none").double()
     config = OptimConfig(optimizer="lamb", lr=0.01, weight_decay=weight_decay)
     optimizer = build_optimizer(model, config)
@@ -123,15 +108,6 @@ def test_layer_decay_and_weight_decay_equal_timms_groups(kind: str) -> None:
     assert rates_and_decays(model, layer_decay=0.5, weight_decay=0.05) == theirs
 
 
-def test_timm_optimisers_accept_torchrope_models() -> None:
-    model = tiny_vit(encoding="liere:4")
-    optimizer = create_optimizer_v2(model, "lamb", lr=0.1, weight_decay=0.05, layer_decay=0.5)
-    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-    assert groups[model.encodings[1].upper]["weight_decay"] == 0
-    assert groups[model.encodings[1].upper]["lr_scale"] == 0.5**2
-    assert groups[model.head.weight]["lr_scale"] == 1
-
-
 def test_layer_decay_multiplies_once_per_level_below_the_head() -> None:
     vit = levels(tiny_vit(pool="cls"))
     assert {vit[name] for name in vit if name.startswith(("embed", "prefix", "absolute"))} == {4}
@@ -154,7 +130,7 @@ def test_swin_coarse_groups_are_stages() -> None:
     assert len(set(groups.values())) == 4
 
 
-def rates_of(schedule: torch.optim.lr_scheduler.LRScheduler, steps: int) -> list[float]:
+def rates_of(schedule: lr_scheduler.LRScheduler, steps: int) -> list[float]:
     rates = []
     for _ in range(steps):
         rates.append(schedule.get_last_lr()[0])
@@ -163,46 +139,48 @@ def rates_of(schedule: torch.optim.lr_scheduler.LRScheduler, steps: int) -> list
     return rates
 
 
-def test_linear_and_step_schedules_equal_torch() -> None:
-    def stepped(**settings: Any) -> list[float]:
-        config = OptimConfig(lr=1e-3, epochs=10, warmup_epochs=0, **settings)
-        return rates_of(build_schedule(build_optimizer(tiny_vit(), config), config, total=50), 50)
-
-    def sgd() -> torch.optim.Optimizer:
-        return torch.optim.SGD([torch.zeros(1)], lr=1e-3)
-
-    for schedule, power in (("linear", 1.0), ("polynomial", 0.9)):
-        line = torch.optim.lr_scheduler.PolynomialLR(sgd(), total_iters=50, power=power)
-        assert stepped(schedule=schedule) == pytest.approx(rates_of(line, 50))
-    stairs = torch.optim.lr_scheduler.MultiStepLR(sgd(), milestones=[40, 45], gamma=0.1)
-    assert stepped(schedule="step", milestones=[8, 9]) == pytest.approx(rates_of(stairs, 50))
+def rates(**optim: Any) -> list[float]:
+    """The learning rate of each of 40 steps in ten epochs, and the one after."""
+    config = OptimConfig(**{"lr": 1.0, "epochs": 10, "warmup_epochs": 0, **optim})
+    return rates_of(build_schedule(build_optimizer(tiny_vit(), config), config, total=40), 41)
 
 
-@pytest.mark.parametrize("schedule", ["linear", "polynomial", "step"])
-def test_schedules_warm_up_linearly(schedule: Any) -> None:
-    milestones = [9.0] if schedule == "step" else []
-    config = OptimConfig(lr=1.0, epochs=10, warmup_epochs=1, schedule=schedule, milestones=milestones)
-    rates = rates_of(build_schedule(build_optimizer(tiny_vit(), config), config, total=40), 40)
-    assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
-    assert max(rates) == pytest.approx(1.0)
+@pytest.mark.parametrize(
+    ("settings", "theirs"),
+    [
+        ({"schedule": "cosine", "min_lr": 0.01}, partial(lr_scheduler.CosineAnnealingLR, T_max=40, eta_min=0.01)),
+        ({"schedule": "linear"}, partial(lr_scheduler.PolynomialLR, total_iters=40, power=1.0)),
+        ({"schedule": "polynomial"}, partial(lr_scheduler.PolynomialLR, total_iters=40, power=0.9)),
+        ({"schedule": "step", "milestones": [8, 9]}, partial(lr_scheduler.MultiStepLR, milestones=[32, 36], gamma=0.1)),
+    ],
+    ids=lambda value: value["schedule"] if isinstance(value, dict) else "torch",
+)
+def test_schedules_equal_torch(settings: dict[str, Any], theirs: Callable[..., lr_scheduler.LRScheduler]) -> None:
+    assert rates(**settings) == pytest.approx(rates_of(theirs(torch.optim.SGD([torch.zeros(1)], lr=1.0)), 41))
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "polynomial", "step"])
+def test_schedules_warm_up_linearly(schedule: str) -> None:
+    found = rates(warmup_epochs=1, schedule=schedule, milestones=[9.0] if schedule == "step" else [])
+    assert found[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert max(found) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("warmup_epochs", [5.0, 6.0, 25.0])
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
-def test_build_schedule_warms_up_over_half_of_the_steps_at_most(schedule: Any, warmup_epochs: float) -> None:
-    config = OptimConfig(lr=1.0, epochs=10, warmup_epochs=warmup_epochs, schedule=schedule)
-    rates = rates_of(build_schedule(build_optimizer(tiny_vit(), config), config, total=40), 40)
-    assert rates[:20] == pytest.approx([step / 20 for step in range(1, 21)])
-    assert rates[20] == 1.0
-    assert all(after < before for before, after in pairwise(rates[20:]))
-    assert rates[30] == pytest.approx(0.5)
+def test_build_schedule_warms_up_over_half_of_the_steps_at_most(schedule: str, warmup_epochs: float) -> None:
+    found = rates(warmup_epochs=warmup_epochs, schedule=schedule)
+    assert found[:20] == pytest.approx([step / 20 for step in range(1, 21)])
+    assert found[20] == 1.0
+    assert all(after < before for before, after in pairwise(found[20:]))
+    assert found[30] == pytest.approx(0.5)
 
 
-def test_warmup_share_zero_disables_warm_up() -> None:
-    config = OptimConfig(lr=1.0, epochs=10, warmup_epochs=5, warmup_share=0.0)
-    rates = rates_of(build_schedule(build_optimizer(tiny_vit(), config), config, total=40), 40)
-    assert rates[0] == 1.0
-    assert rates[20] == pytest.approx(0.5)
+@pytest.mark.parametrize(("share", "warm"), [(0.0, [1.0]), (0.1, [0.25, 0.5, 0.75, 1.0])])
+def test_warmup_share_takes_the_place_of_warmup_epochs(share: float, warm: list[float]) -> None:
+    found = rates(warmup_epochs=5, warmup_share=share)
+    assert found[: len(warm)] == pytest.approx(warm)
+    assert found[len(warm) - 1] == max(found)
 
 
 class WithBackbone(nn.Module):
@@ -213,15 +191,6 @@ class WithBackbone(nn.Module):
         self.backbone = Features(tiny_vit() if model is None else model)
         self.backbone.pyramid = nn.Conv2d(4, 4, 1)
         self.decoder = nn.Linear(4, 4)
-
-
-def test_backbone_lr_scales_the_backbone_only() -> None:
-    model = WithBackbone()
-    optimizer = build_optimizer(model, OptimConfig(lr=1e-3, backbone_lr=0.1))
-    rates = {parameter: group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
-    assert len(rates) == len(list(model.parameters()))
-    assert {round(rates[parameter], 9) for parameter in model.backbone.model.parameters()} == {1e-4}
-    assert {rates[parameter] for parameter in model.decoder.parameters()} == {1e-3}
 
 
 @pytest.mark.parametrize("build", [tiny_vit, tiny_swin])
@@ -235,42 +204,29 @@ def test_layers_of_a_backbone_are_as_far_below_the_head_as_those_of_a_classifier
     assert {level for name, level in below.items() if name not in backbone} == {0}
 
 
-def test_backbone_lr_keeps_layer_decay() -> None:
+@pytest.mark.parametrize("layer_decay", [None, 0.5])
+def test_backbone_lr_scales_the_backbone_only_and_keeps_layer_decay(layer_decay: float | None) -> None:
     model = WithBackbone()
-
-    def rates(backbone_lr: float) -> dict[str, float]:
-        config = OptimConfig(lr=1e-3, layer_decay=0.5, backbone_lr=backbone_lr)
-        groups = build_optimizer(model, config).param_groups
-        rate = {parameter: group["lr"] for group in groups for parameter in group["params"]}
-        return {name: rate[parameter] for name, parameter in model.named_parameters()}
-
-    whole, slower = rates(1.0), rates(0.1)
-    assert len({rate for name, rate in whole.items() if name.startswith("backbone.model.")}) > 2
-    for name, rate in whole.items():
-        assert slower[name] == pytest.approx(rate * (0.1 if name.startswith("backbone.model.") else 1.0))
+    whole, slower = (rates_and_decays(model, layer_decay=layer_decay, backbone_lr=factor) for factor in (1.0, 0.1))
+    backbone = {name for name in whole if name.startswith("backbone.model.")}
+    assert (len({whole[name][0] for name in backbone}) > 2) == (layer_decay is not None)
+    for name, (rate, _) in whole.items():
+        assert slower[name][0] == pytest.approx(rate * (0.1 if name in backbone else 1.0))
 
 
-@pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam), ("lamb", Lamb)])
-def test_build_optimizer_by_name(name: str, kind: type) -> None:
-    optimizer = build_optimizer(tiny_vit(), OptimConfig(optimizer=name, lr=1e-4, weight_decay=0.3))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("name", "kind", "given", "eps"),
+    [
+        ("adamw", torch.optim.AdamW, None, 1e-8),
+        ("adam", torch.optim.Adam, 1e-5, 1e-5),
+        ("lamb", Lamb, None, 1e-6),
+    ],
+)
+def test_build_optimizer_by_name(name: Any, kind: type, given: float | None, eps: float) -> None:
+    optimizer = build_optimizer(tiny_vit(), OptimConfig(optimizer=name, lr=1e-4, weight_decay=0.3, eps=given))
     assert type(optimizer) is kind
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.3, 0.0}
-    assert {group["lr"] for group in optimizer.param_groups} == {1e-4}
-
-
-def test_schedule_ends_at_min_lr_after_warmup_share() -> None:
-    optimizer = build_optimizer(tiny_vit(), OptimConfig(lr=1e-3))
-    schedule = build_schedule(optimizer, OptimConfig(lr=1e-3, min_lr=1e-5, warmup_share=0.02), total=100)
-    rates = []
-    for _ in range(100):
-        rates.append(schedule.get_last_lr()[0])
-        optimizer.step()
-        schedule.step()
-    rates.append(schedule.get_last_lr()[0])
-    assert rates[:3] == pytest.approx([5e-4, 1e-3, 1e-3])
-    assert rates[51] == pytest.approx((1e-3 + 1e-5) / 2)
-    assert rates[-1] == pytest.approx(1e-5)
-    assert warmup_cosine(7, warmup=2, total=9) == warmup_cosine(7, warmup=2, total=9, floor=0.0)
+    assert {(group["lr"], group["eps"]) for group in optimizer.param_groups} == {(1e-4, eps)}
 
 
 def test_min_lr_is_at_most_lr() -> None:
@@ -299,42 +255,26 @@ def test_checkpoint_layers_keeps_gradients_bit_identical(make) -> None:
 
 @pytest.mark.slow
 def test_ema_is_evaluated_and_saved_and_resumes_exactly(tmp_path: Path) -> None:
-    config = small_run(epochs=3, ema_decay=0.8)
-    seen: list[torch.Tensor] = []
-
-    from pytorch_lightning.callbacks import Callback
-
-    class Spy(Callback):
-        def on_train_batch_end(self, trainer, pl_module, *_):
-            seen.append(pl_module.model.head.weight.detach().clone())
-
-    trained, curve = train(config, data_of(config), tmp_path / "whole", callbacks=[Spy()])
-    average = seen[0]
-    for weight in seen[1:]:
+    config, head = small_run(epochs=3, ema_decay=0.8), HeadWeights()
+    whole, curve = trained(config, tmp_path / "whole", callbacks=[head])
+    average = head.after[0]
+    for weight in head.after[1:]:
         average = 0.8 * average + 0.2 * weight
-    torch.testing.assert_close(trained.model.head.weight.detach(), average)
-    assert torch.equal(load(tmp_path / "whole")[2].model.head.weight, trained.model.head.weight)
-    finished, _ = train(config, data_of(config), tmp_path / "whole")
-    assert torch.equal(finished.model.head.weight, trained.model.head.weight)
-
-    def stop(row: dict[str, float]) -> None:
-        if row["epoch"] == 2:
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        train(config, data_of(config), tmp_path / "stopped", on_epoch=stop)
-    resumed, again = train(config, data_of(config), tmp_path / "stopped")
-    for one, other in zip(trained.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(one, other)
+    torch.testing.assert_close(whole.model.head.weight.detach(), average)
+    assert torch.equal(load(tmp_path / "whole")[2].model.head.weight, whole.model.head.weight)
+    finished, _ = trained(config, tmp_path / "whole")
+    assert torch.equal(finished.model.head.weight, whole.model.head.weight)
+    with pytest.raises(Killed):
+        trained(config, tmp_path / "stopped", on_epoch=die_in_epoch_2)
+    resumed, again = trained(config, tmp_path / "stopped")
+    assert same_weights(whole, resumed)
     assert [row["val_loss"] for row in again.rows] == [row["val_loss"] for row in curve.rows]
 
 
 def test_accumulated_batches_equal_one_large_batch(tmp_path: Path) -> None:
-    whole, curve = train(small_run(batch_size=20), data_of(small_run(20)), tmp_path / "whole")
-    config = small_run(batch_size=5, effective_batch=20)
-    parts, accumulated = train(config, data_of(config), tmp_path / "parts")
-    for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    whole, curve = trained(small_run(batch_size=20), tmp_path / "whole")
+    parts, accumulated = trained(small_run(batch_size=5, effective_batch=20), tmp_path / "parts")
+    torch.testing.assert_close(parts.state_dict(), whole.state_dict(), rtol=1e-4, atol=1e-5)
     assert [row["train_loss"] for row in accumulated.rows] == pytest.approx([row["train_loss"] for row in curve.rows])
 
 
@@ -342,19 +282,16 @@ def test_accumulated_batches_equal_one_large_batch(tmp_path: Path) -> None:
 def test_last_step_of_an_epoch_is_the_mean_over_its_examples(tmp_path: Path, examples: int, batch_size: int) -> None:
     weights = []
     for batch in (20, batch_size):  # the last step has fewer batches, or a smaller one
-        config = replace(small_run(batch, effective_batch=20, clip=0.0), encoding="liere:8")
-        config = replace(config, data=replace(config.data, train_size=examples))
-        weights.append(train(config, data_of(config), tmp_path / str(batch))[0].state_dict())
-    for name, weight in weights[0].items():
-        torch.testing.assert_close(weights[1][name], weight, rtol=1e-4, atol=1e-5)
+        config = small_run(train_size=examples, batch_size=batch, effective_batch=20, clip=0.0, encoding="liere:8")
+        weights.append(trained(config, tmp_path / str(batch))[0].state_dict())
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-4, atol=1e-5)
 
 
 def test_effective_batch_must_be_a_multiple_of_the_devices() -> None:
     config = small_run(batch_size=8, effective_batch=64)
     assert [accumulation_steps(config, devices) for devices in (1, 2, 4, 8)] == [8, 4, 2, 1]
-    with pytest.raises(
-        ValueError, match=r"^effective_batch must be a multiple of batch_size · devices = 8 · 3, got 64$"
-    ):
+    rule = r"^effective_batch must be a multiple of batch_size · devices = 8 · 3, got 64$"
+    with pytest.raises(ValueError, match=rule):
         accumulation_steps(config, 3)
     assert accumulation_steps(small_run(batch_size=8), 3) == 1
 
@@ -362,37 +299,29 @@ def test_effective_batch_must_be_a_multiple_of_the_devices() -> None:
 @pytest.mark.parametrize("gpu", [False, True])
 def test_recipe_for_gpus_names_what_is_less_slow_without_one(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
-    on_gpus = ExecutionConfig(precision="bf16", compile=True)
-    config = replace(small_run(batch_size=256, effective_batch=2048), run=on_gpus)
+    config = small_run(batch_size=256, effective_batch=2048, precision="bf16", compile=True)
     options = "--run.compile false --run.precision float32 --data.batch_size 64 --optim.effective_batch 64"
     assert slow_without_gpu(config) == ("" if gpu else f"this machine has no GPU; less slow: {options}")
     assert slow_without_gpu(small_run()) == ""
 
 
 def test_bf16_keeps_weights_in_float32(tmp_path: Path) -> None:
-    config = replace(small_run(epochs=1), run=ExecutionConfig(precision="bf16"))
     dtypes: set[torch.dtype] = set()
     hook = torch.nn.modules.module.register_module_forward_hook(
         lambda module, _, out: dtypes.add(out.dtype) if isinstance(module, torch.nn.Linear) else None
     )
     try:
-        trained, curve = train(config, data_of(config), tmp_path)
+        module, curve = trained(small_run(epochs=1, precision="bf16"), tmp_path)
     finally:
         hook.remove()
     assert dtypes == {torch.bfloat16}
-    assert {parameter.dtype for parameter in trained.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
     assert math.isfinite(curve.rows[-1]["train_loss"])
 
 
-def test_older_configurations_can_be_read(tmp_path: Path) -> None:
-    stored = {
-        "encoding": "mixed",
-        "seed": 0,
-        "data": {"name": "digits"},
-        "model": {"dim": 16},
-        "optim": {"epochs": 3, "milestones": []},
-    }
-    assert read_config(stored) == RunConfig(
+def test_older_configurations_can_be_read() -> None:
+    stored = {"encoding": "mixed", "seed": 0, "data": {"name": "digits"}, "model": {"dim": 16}}
+    assert read_config({**stored, "optim": {"epochs": 3, "milestones": []}}) == RunConfig(
         encoding="mixed", data=data_config(), model=ModelConfig(dim=16), optim=OptimConfig(epochs=3)
     )
 
@@ -400,7 +329,7 @@ def test_older_configurations_can_be_read(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_compiled_model_trains_to_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_run(epochs=1)
-    plain, _ = train(config, data_of(config), tmp_path / "plain")
+    plain, _ = trained(config, tmp_path / "plain")
     compile_module, compiled = torch.nn.Module.compile, []
 
     def without_code(module: torch.nn.Module) -> None:
@@ -408,48 +337,26 @@ def test_compiled_model_trains_to_the_same_weights(tmp_path: Path, monkeypatch: 
         compile_module(module, backend="eager")  # the compiler's front end only, which is fast
 
     monkeypatch.setattr(torch.nn.Module, "compile", without_code)
-    faster = replace(config, run=ExecutionConfig(compile=True))
-    trained, _ = train(faster, data_of(config), tmp_path / "compiled")
-    assert compiled == [trained.model]
-    assert set(load(tmp_path / "compiled")[2].state_dict()) == set(plain.state_dict())
-    for one, other in zip(plain.parameters(), trained.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
+    faster, _ = trained(changed(config, compile=True), tmp_path / "compiled")
+    assert compiled == [faster.model]
+    torch.testing.assert_close(load(tmp_path / "compiled")[2].state_dict(), plain.state_dict())
 
 
-LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
-TRAIN = [
-    "train",
-    "--data.train_size=80",
-    "--data.val_size=50",
-    "--encoding=mixed",
-    "--model.dim=16",
-    "--model.depth=1",
-    "--model.num_heads=1",
-    "--model.mlp_dim=16",
-    "--model.patch_size=[4]",
-    "--optim.warmup_epochs=1",
-    "--optim.effective_batch=20",
-    "--epochs=3",
-    "--trainer.accelerator=cpu",
-    "--trainer.enable_progress_bar=false",
-    "--run.logs=[]",
-]
-
-
-def in_background(command: list[str]) -> subprocess.Popen:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+LAUNCH = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d")
+MODEL = ["--model.dim=16", "--model.depth=1", "--model.num_heads=1", "--model.mlp_dim=16", "--model.patch_size=[4]"]
+TRAIN = ["train", "--data.train_size=80", "--data.val_size=50", "--encoding=mixed", *MODEL, "--optim.warmup_epochs=1"]
+TRAIN += ["--optim.effective_batch=20", "--epochs=3", "--optim.train_sizes=4,8,12", "--trainer.accelerator=cpu"]
+TRAIN += ["--trainer.enable_progress_bar=false", "--run.logs=[]"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["--optim.train_sizes=4,8,12"]], ids=["one size", "mixed sizes"])
-def test_training_in_two_processes_equals_that_in_one(tmp_path: Path, more: list[str]) -> None:
+def test_command_in_two_processes_equals_that_in_one_at_mixed_sizes(tmp_path: Path) -> None:
     out = {name: tmp_path / name for name in ("alone", "together")}
-    train_so = [*TRAIN, *more]
-    commands = [[sys.executable, "-m", "torchrope_lab", *train_so, "--data.batch_size=20", f"--out={out['alone']}"]]
-    launch = [*LAUNCH, f"--rdzv-endpoint=127.0.0.1:{free_port()}", "-m", "torchrope_lab", *train_so]
-    commands.append([*launch, "--data.batch_size=5", f"--out={out['together']}"])
-    runs = [in_background(command) for command in commands]
+    launcher = (*LAUNCH, f"--rdzv-endpoint=127.0.0.1:{free_port()}")
+    runs = [
+        lab_process(*TRAIN, "--data.batch_size=20", f"--out={out['alone']}"),
+        lab_process(*TRAIN, "--data.batch_size=5", f"--out={out['together']}", launcher=launcher),
+    ]
     printed = [run.communicate(timeout=120)[0] for run in runs]
     assert [run.returncode for run in runs] == [0, 0], printed
     assert [text.count("trained:") for text in printed] == [1, 1]  # printed by rank 0 only
@@ -458,5 +365,4 @@ def test_training_in_two_processes_equals_that_in_one(tmp_path: Path, more: list
         for name in ("train_loss", "val_loss", "val_top1"):
             assert float(one[name]) == pytest.approx(float(two[name]), rel=1e-4), (one, two)
     weights, theirs = (load(folder)[2].state_dict() for folder in out.values())
-    for name, weight in weights.items():
-        torch.testing.assert_close(weight, theirs[name], rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(theirs, weights, rtol=1e-3, atol=1e-5)

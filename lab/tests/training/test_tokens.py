@@ -1,6 +1,5 @@
 """Training on tokens at any positions: padding, order, large sets, resuming, comparisons, studies."""
 
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from labs import QUIET
 from miniatures import points, waves
-from rich.console import Console
+from small_runs import Killed, die_in_epoch_2, same_weights, trained
 
 from torchrope.models import Transformer
 from torchrope_lab.cli import main
@@ -26,7 +26,7 @@ from torchrope_lab.settings.study_config import StudyConfig
 from torchrope_lab.studies.compare import compare
 from torchrope_lab.training.evaluate import correct_shuffled, evaluate, predict
 from torchrope_lab.training.models import TokenClassifier, build_model
-from torchrope_lab.training.run import load, train
+from torchrope_lab.training.run import load
 
 SMALL = ModelConfig(backbone="transformer", dim=24, depth=1, num_heads=1, mlp_dim=16)
 LINEAR = replace(SMALL, attention="linear")
@@ -36,6 +36,12 @@ QUICK = OptimConfig(epochs=1, warmup_epochs=0)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return points(tmp_path_factory.mktemp("points"))
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    """Settings of a comparison or a study of points: one seed, one epoch, two encodings."""
+    data = data_config("points", root=str(folder), batch_size=8)
+    return dict(data=data, model=SMALL, optim=QUICK, encodings=["none", "liere:8"], seeds=1)
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +84,8 @@ def test_outputs_depend_on_positions_and_not_on_order(data: TokensModule, encodi
     order = torch.randperm(inputs.shape[1], generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(classifier(inputs[:, order]), classifier(inputs))
     _, before = predict(classifier.float(), data)
-    assert predict(classifier, data, lambda batch: batch[:, torch.randperm(batch.shape[1])])[1].allclose(
-        before, atol=1e-5
-    )
+    _, after = predict(classifier, data, lambda batch: batch[:, torch.randperm(batch.shape[1])])
+    torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-5)
     moved = inputs.float().clone()
     moved[..., classifier.channels :] = moved[..., classifier.channels :].flip(-1) ** 2
     assert torch.allclose(classifier(moved), classifier(inputs.float()), atol=1e-6) == (encoding == "none")
@@ -113,37 +118,16 @@ def test_model_settings_are_passed_to_the_transformer(data: TokensModule) -> Non
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"backbone": "transformer", "patch_size": [2]}, "patch_size is a setting of backbone vit and swin only"),
-        ({"backbone": "transformer", "jitter": 2.0}, "jitter is a setting of backbone vit only"),
-        ({"backbone": "transformer", "head": "upernet"}, "head must be classify with backbone transformer"),
-        ({"backbone": "swin", "attention": "linear"}, "attention is a setting of backbone transformer only"),
-        ({"backbone": "transformer", "attention": "quick"}, "attention must be one of softmax, linear, got 'quick'"),
-    ],
-)
-def test_settings_of_another_backbone_raise(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
-        ModelConfig(**settings)
-
-
-@pytest.mark.parametrize(
     ("typed", "message"),
     [
         ("train --model.backbone vit", "--model.backbone must be transformer for --data points"),
-        (
-            "train --data digits --model.backbone transformer --model.patch_size 1",
-            "must be vit or swin for --data digits",
-        ),
-        (
-            "train --optim.train_sizes 8,16",
-            "--optim.train_sizes is for data on a lattice, got 8, 16 with --data points",
-        ),
+        ("train --data digits --model.backbone transformer --model.patch_size 1", "be vit or swin for --data digits"),
+        ("train --optim.train_sizes 8,16", "is for data on a lattice, got 8, 16 with --data points"),
         ("train --encoding learned", "encoding must not have a learned table or a score bias"),
         ("train --data.augment.flip true", "--data.augment.flip is for digits"),
         ("compare --scales 0.5,2", "--scales is for data on a lattice"),
-        ("study resolution", "Input size needs patches on a lattice, got points, whose tokens are at any positions"),
-        ("study dense", "needs data for the task segment or detect, got points"),
+        ("study accuracy,resolution", "Input size needs patches on a lattice, got points, whose tokens are at any"),
+        ("study accuracy,dense", "needs data for the task segment or detect, got points"),
     ],
 )
 def test_options_that_need_a_lattice_raise_one_line(
@@ -167,40 +151,22 @@ def test_data_without_a_lattice_have_the_studies_that_need_none() -> None:
     assert suitable("segments") == ["dense"]
 
 
-def run_config(folder: Path, **optim: Any) -> RunConfig:
-    changes = {"jitter": 0.2, "drop_points": 0.3, "rotate": ["x", "y"]}
-    chosen = data_config("points", root=str(folder), batch_size=8, size=10, augment=changes)
-    return RunConfig("mixed", data=chosen, model=replace(SMALL, dropout=0.1), optim=replace(QUICK, **optim))
-
-
 @pytest.mark.slow
 def test_killed_run_resumes_to_the_same_weights(folder: Path, tmp_path: Path) -> None:
-    def die(row: dict[str, float]) -> None:
-        if row["epoch"] == 2:
-            raise KeyboardInterrupt
-
-    config = run_config(folder, epochs=3)
-
-    def trained(name: str, **options: Any) -> dict[str, torch.Tensor]:
-        made = make_data(config.data)
-        made.setup()
-        return train(config, made, tmp_path / name, **options)[0].model.state_dict()
-
-    whole, again = trained("whole"), trained("again")
-    with pytest.raises(KeyboardInterrupt):
-        trained("killed", on_epoch=die)
-    for other in (again, trained("killed")):
-        assert all(torch.equal(other[name], weight) for name, weight in whole.items())
-    _, _, module = load(tmp_path / "killed")
-    assert isinstance(module.model, TokenClassifier)
+    changes = {"jitter": 0.2, "drop_points": 0.3, "rotate": ["x", "y"]}
+    chosen = data_config("points", root=str(folder), batch_size=8, size=10, augment=changes)
+    config = RunConfig("mixed", data=chosen, model=replace(SMALL, dropout=0.1), optim=replace(QUICK, epochs=3))
+    whole, again = (trained(config, tmp_path / name)[0] for name in ("whole", "again"))
+    with pytest.raises(Killed):
+        trained(config, tmp_path / "killed", on_epoch=die_in_epoch_2)
+    resumed, _ = trained(config, tmp_path / "killed")
+    assert same_weights(whole, again)
+    assert same_weights(whole, resumed)
+    assert isinstance(load(tmp_path / "killed")[2].model, TokenClassifier)
     assert main(["evaluate", str(tmp_path / "killed")]) == 0
     measured = json.loads((tmp_path / "killed" / "evaluation.json").read_text())
     assert 0 <= measured["shuffled_top1"] <= 1
     assert main(["evaluate", str(tmp_path / "killed"), "--sizes", "8"]) == 2
-
-
-def quiet() -> Console:
-    return Console(file=io.StringIO())
 
 
 @pytest.mark.slow
@@ -227,35 +193,22 @@ def test_default_encodings_fit_tokens_without_a_lattice(folder: Path) -> None:
     assert CompareConfig().encodings == ENCODINGS
 
 
-@pytest.mark.parametrize("name", ["accuracy", "shuffle", "training-efficiency"])
-def test_study_of_tokens_has_findings(folder: Path, tmp_path: Path, name: str) -> None:
-    _study(name, folder, tmp_path)
+OTHERS = ["data-efficiency", "capacity", "sharing", "model-size", "generators", "learning"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["data-efficiency", "capacity", "sharing", "model-size", "generators", "learning"])
-def test_other_studies_of_tokens_have_findings(folder: Path, tmp_path: Path, name: str) -> None:
-    _study(name, folder, tmp_path)
-
-
-def _study(name: str, folder: Path, out: Path) -> None:
-    chosen = data_config("points", root=str(folder), batch_size=8)
-    config = StudyConfig(data=chosen, model=SMALL, optim=QUICK, encodings=["none", "liere:4"], seeds=1, out=str(out))
-    result = StudyResult.read(run_study(find_study(name), config, command="torchrope study", console=quiet()))
+@pytest.mark.parametrize(
+    "name",
+    ["accuracy", "shuffle", "training-efficiency", *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)],
+)
+def test_studies_of_tokens_have_findings(folder: Path, tmp_path: Path, name: str) -> None:
+    config = StudyConfig(**settings(folder), out=str(tmp_path))
+    result = StudyResult.read(run_study(find_study(name), config, command="torchrope study", console=QUIET))
     assert result.findings.answer
     assert result.findings.tables[0].rows
 
 
 @pytest.mark.slow
 def test_compare_caches_measures_of_points(folder: Path, tmp_path: Path) -> None:
-    config = CompareConfig(
-        data=data_config("points", root=str(folder), batch_size=8),
-        model=SMALL,
-        optim=QUICK,
-        encodings=["none", "liere:8"],
-        seeds=1,
-        out=str(tmp_path),
-    )
-    first = compare(config, command="torchrope compare", console=quiet()).read_text()
-    again = compare(config, command="torchrope compare", console=quiet()).read_text()
+    config = CompareConfig(**settings(folder), out=str(tmp_path))
+    first, again = (compare(config, command="torchrope compare", console=QUIET).read_text() for _ in range(2))
     assert json.loads(first)["findings"] == json.loads(again)["findings"]
