@@ -1,13 +1,30 @@
 """Fixtures shared by the tests of the laboratory."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
 from miniatures import published_sums
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # tests send it; background jobs of a shell ignore it
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Call the command `torchrope`: its exit status, and what it prints on stdout and on stderr."""
+    from torchrope_lab.cli import main
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            status = main([str(argument) for argument in arguments])
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return call
 
 
 @pytest.fixture

@@ -9,11 +9,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from labs import OPTIONS, Run
 
 from torchrope.encodings import ABSOLUTE, BIAS, ROTARY
 from torchrope.files import UNFINISHED, write_whole
@@ -26,30 +28,13 @@ from torchrope_lab.results import Row, StudyResult, Table
 from torchrope_lab.settings.run_config import ExecutionConfig, RunConfig
 from torchrope_lab.training.run import train
 
-OF_TRAIN = [
-    "--epochs=1",
-    "--optim.warmup_epochs=0",
-    "--model.dim=16",
-    "--model.depth=1",
-    "--model.num_heads=1",
-    "--model.mlp_dim=16",
-    "--model.patch_size=[2]",
-    "--data.train_size=80",
-    "--data.val_size=40",
-]
-SMALL = [*OF_TRAIN, "--seeds=1", "--scales=[1.0,1.5]"]
-
-Run = Callable[..., tuple[int, str, str]]
+SMALL = [*OPTIONS, "--seeds=1", "--scales=[1.0,1.5]"]
+TRAIN = ["train", *OPTIONS, "--trainer.enable_progress_bar=false"]
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*arguments: object) -> tuple[int, str, str]:
-        status = main([str(argument) for argument in arguments])
-        printed = capsys.readouterr()
-        return status, printed.out, printed.err
-
-    return call
+def configuration(run: Run, *arguments: object) -> dict[str, Any]:
+    """The settings that a command would use."""
+    return yaml.safe_load(run(*arguments, "--print_config")[1])
 
 
 @pytest.fixture(scope="module")
@@ -179,47 +164,25 @@ def test_compare_refuses_a_folder_of_another_configuration(compared: Path, run: 
     assert {path: path.read_bytes() for path in compared.rglob("*") if path.is_file()} == before
 
 
-def test_compare_refuses_a_folder_with_unrelated_files(tmp_path: Path, run: Run) -> None:
-    (tmp_path / "thesis.txt").write_text("years of work")
-    status, _, error = run("compare", *SMALL, "--encodings", "none", "--out", tmp_path)
-    assert status == 2
-    assert "--out must be a new folder, an empty one, or one of torchrope compare" in error
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
-
-
-@pytest.mark.slow
-def test_configuration_file_equals_the_command_line(tmp_path: Path, run: Run) -> None:
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("data: {name: motion, train_size: 24, val_size: 16}\noptim: {epochs: 1, warmup_epochs: 0}\n")
-    run(
-        "compare",
-        "--config",
-        recipe,
-        "--encodings=none",
-        "--seeds=1",
-        "--model.depth=1",
-        "--scales=[1]",
-        "--out",
-        tmp_path / "out",
-    )
-    stored = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())
-    assert (stored["data"]["name"], stored["data"]["train_size"], stored["model"]["depth"]) == (
-        "motion",
-        24,
-        1,
-    )
-    assert stored["model"]["patch_size"] == [1, 4, 4]  # from the recipe of the data set
+@pytest.mark.parametrize(("command", "file"), [("compare", "thesis.txt"), ("train", "config.yaml")])
+def test_folder_with_unrelated_files_is_refused(command: str, file: str, tmp_path: Path, run: Run) -> None:
+    (tmp_path / file).write_text("thesis: years of work\n")
+    status, _, error = run(command, *OPTIONS, "--out", tmp_path)
+    assert (status, error.count("\n")) == (2, 1)
+    rule = "--out must be a new folder, an empty one, or one of torchrope compare"
+    assert rule in error or command == "train"
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {file: "thesis: years of work\n"}
 
 
 def test_train_resumes_and_evaluate_reads_the_run(tmp_path: Path, run: Run) -> None:
-    options, quiet = OF_TRAIN, ["--trainer.enable_progress_bar=false"]
-    assert run("train", *options, *quiet, "--encoding=liere:4", "--out", tmp_path)[0] == 0
+    command = [*TRAIN, "--encoding=liere:4", "--out", tmp_path]
+    assert run(*command)[0] == 0
     status, printed, _ = run("evaluate", tmp_path, "--json")
     assert status == 0
     measured = json.loads(printed)
     assert 0 <= measured["interval"][0] <= measured["top1"] <= measured["interval"][1] <= 1
     assert json.loads((tmp_path / "evaluation.json").read_text()) == measured
-    status, trained, _ = run("train", *options, *quiet, "--encoding=liere:4", "--out", tmp_path)
+    status, trained, _ = run(*command)
     assert status == 0
     assert json.loads(run("evaluate", tmp_path, "--json")[1]) == measured
     status, printed, _ = run("evaluate", tmp_path)
@@ -234,7 +197,7 @@ def test_train_resumes_and_evaluate_reads_the_run(tmp_path: Path, run: Run) -> N
     assert json.loads((tmp_path / "evaluation.json").read_text()) == measured
 
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    status, _, error = run("train", *options, *quiet, "--encoding=mixed", "--seed=3", "--out", tmp_path)
+    status, _, error = run(*TRAIN, "--encoding=mixed", "--seed=3", "--out", tmp_path)
     assert status == 2
     assert "a run's folder must be new or of the same configuration" in error
     assert "encoding liere:4 instead of mixed; seed 0 instead of 3" in error
@@ -334,28 +297,35 @@ def test_compare_removes_temporary_files_of_killed_writes(compared: Path, run: R
     assert not list(compared.rglob(f"{UNFINISHED}*"))
 
 
-@pytest.mark.parametrize("command", ["compare", "train"])
-def test_lists_may_be_written_with_commas(command: str, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--model.patch_size 4,2 --optim.train_sizes=8,16 --run.logs csv,wandb --data.augment.randaugment 2,9"
-    own = {"compare": "--scales 0.75,1 --encodings mixed,liere:8", "train": "--model.spacing [0.5,1.0]"}[command]
-    with pytest.raises(SystemExit):
-        run(command, "--data=cifar10", *options.split(), *own.split(), "--print_config")
-    told = yaml.safe_load(capsys.readouterr().out)
-    assert told["model"]["patch_size"] == [4, 2]
-    assert told["optim"]["train_sizes"] == [8, 16]
-    assert told["run"]["logs"] == ["csv", "wandb"]
-    assert told["data"]["augment"]["randaugment"] == [2, 9]
-    if command == "compare":
-        assert told["scales"] == [0.75, 1.0]
-        assert told["encodings"] == ["mixed", "liere:8"]
-    else:
-        assert told["model"]["spacing"] == [0.5, 1.0]
+COMMAS = "--data=cifar10 --model.patch_size 4,2 --optim.train_sizes=8,16 --run.logs csv,wandb"
+POLICY = "timm:rand-m9-mstd0.5-inc1"
 
 
-def test_randaugment_takes_a_policy_by_name(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run("train", "--data=cifar10", "--data.augment.randaugment", "timm:rand-m9-mstd0.5-inc1", "--print_config")
-    assert yaml.safe_load(capsys.readouterr().out)["data"]["augment"]["randaugment"] == "timm:rand-m9-mstd0.5-inc1"
+@pytest.mark.parametrize(
+    ("typed", "setting", "value"),
+    [
+        (f"compare {COMMAS}", "model.patch_size", [4, 2]),
+        (f"train {COMMAS}", "optim.train_sizes", [8, 16]),
+        (f"train {COMMAS}", "run.logs", ["csv", "wandb"]),
+        ("compare --data=cifar10 --data.augment.randaugment 2,9", "data.augment.randaugment", [2, 9]),
+        (f"train --data=cifar10 --data.augment.randaugment {POLICY}", "data.augment.randaugment", POLICY),
+        ("compare --scales 0.75,1", "scales", [0.75, 1.0]),
+        ("compare --encodings mixed,liere:8", "encodings", ["mixed", "liere:8"]),
+        ("train --model.spacing [0.5,1.0]", "model.spacing", [0.5, 1.0]),
+        ("compare --model.spacing -1,0", "model.spacing", [-1.0, 0.0]),
+        ("compare --model.spacing=-1,0", "model.spacing", [-1.0, 0.0]),
+        ("compare --model.patch_size 4", "model.patch_size", [4]),
+        ("compare --model.window_size null", "model.window_size", None),
+        ("compare --model.size=small --model.depth=1", "model.dim", None),  # not the recipe's
+        ("compare --model.size=small --model.depth=1", "model.depth", 1),
+        ("study fourier --checkpoint a --seeds=3 --checkpoint=b,c", "checkpoint", ["a", "b", "c"]),
+    ],
+)
+def test_values_are_read_as_typed(typed: str, setting: str, value: object, run: Run) -> None:
+    found: Any = configuration(run, *typed.split())
+    for name in setting.split("."):
+        found = found[name]
+    assert found == value
 
 
 def test_evaluate_names_the_runs_of_a_comparison(trained: Path, run: Run) -> None:
@@ -370,57 +340,6 @@ def test_report_rebuilds_the_page(compared: Path, run: Run) -> None:
     page.unlink()
     assert run("report", compared)[0] == 0
     assert page.read_bytes() == written
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("compare --encodings ,", "--encodings must name 1 or more, got an empty list"),
-        ("compare --data images", "root"),
-        ("study accuracy,shuffle --data images --data.root /nowhere/at/all", "/nowhere/at/all"),
-        ("compare --data digits --data.root x", "--data.root is for images, "),
-        ("compare --data videos --data.windows [[1,2]]", "--data.windows is for volumes, rsna, got --data videos"),
-        ("train --data volumes --data.framess 3", "there is no option --data.framess; did you mean '--data.frames'?"),
-        (
-            "compare --recipe liere-cifar100-vit-b --data digits",
-            "is for images, cifar10, cifar100, imagenet, videos, ucf101, got --data digits",
-        ),
-        ("compare --model.num_heads 7", "dim must be divisible by num_heads = 7, got 64"),
-        (
-            "compare --encodings comrope-ap:16",
-            "head_dim must be divisible by num_axes·block_size = 32, got 16",
-        ),
-        (
-            "compare --data motion --model.patch_size [3]",
-            "input sizes must be multiples of --model.patch_size 3, 3, 3, got 5, 20, 20 (time, height, width",
-        ),
-        ("train --trainer.devices 5 --trainer.accelerator gpu", "--trainer options must fit this machine"),
-        ("compare --model.drop_path 1.5", "--model.drop_path must be at least 0 and below 1, got 1.5"),
-        ("compare --encodings liere:8,liere:08", "block size must be a whole number of 2 or more, got 'liere:08'"),
-        ("compare --out /dev/full", "/dev/full"),
-    ],
-)
-def test_user_mistake_is_reported_in_one_line(
-    arguments: str, message: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    status, printed, error = run(*arguments.split())
-    assert (status, printed) == (2, "")
-    assert message in error
-    assert error.count("\n") == 1
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("command", ["compare", "train"])
-@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"model: {dim: 3"])
-def test_bad_configuration_file_is_reported_in_one_line(command: str, content: bytes, tmp_path: Path, run: Run) -> None:
-    bad = tmp_path / "mine.yaml"
-    bad.write_bytes(content)
-    status, _, error = run(command, "--config", bad, "--out", tmp_path / "out")
-    assert status == 2
-    assert "mine.yaml" in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "out").exists()
 
 
 DAMAGED = ["config.yaml", "runs/costs.json", "runs/*/result.json", "runs/*/measures/*.json"]
@@ -441,35 +360,6 @@ def test_damaged_file_of_a_comparison_is_named_in_one_line(name: str, content: s
     assert file.name in error or str(compared) in error
 
 
-def test_train_refuses_a_folder_with_unrelated_files(tmp_path: Path, run: Run) -> None:
-    (tmp_path / "config.yaml").write_text("thesis: years of work\n")
-    status, _, error = run("train", *OF_TRAIN, "--out", tmp_path)
-    assert (status, error.count("\n")) == (2, 1)
-    assert (tmp_path / "config.yaml").read_text() == "thesis: years of work\n"
-
-
-def test_epochs_may_be_one(tmp_path: Path, run: Run) -> None:
-    options = [option for option in OF_TRAIN if "warmup" not in option]
-    quiet = "--trainer.enable_progress_bar=false"
-    assert run("train", *options, quiet, "--encoding=none", "--out", tmp_path)[0] == 0
-
-
-@pytest.mark.slow
-def test_model_size_replaces_the_size_of_the_recipe(tmp_path: Path, run: Run) -> None:
-    sizes = [
-        "--model.size=small",
-        "--model.depth=1",
-        "--data.train_size=20",
-        "--data.val_size=20",
-        "--model.patch_size=[4]",
-    ]
-    run("compare", *sizes, "--epochs=1", "--seeds=1", "--encodings=none", "--scales=[1]", "--out", tmp_path)
-    stored = yaml.safe_load((tmp_path / "config.yaml").read_text())["model"]
-    assert (stored["size"], stored["depth"], stored["dim"]) == ("small", 1, None)
-    [cost] = tables_of(StudyResult.read(tmp_path / "results.json"))["Costs"].rows
-    assert cost["parameters"] > 384 * 3 * 384
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
@@ -478,23 +368,6 @@ def test_model_size_replaces_the_size_of_the_recipe(tmp_path: Path, run: Run) ->
 def test_model_whose_layers_and_heads_share_compares_every_encoding(names: str, tmp_path: Path, run: Run) -> None:
     shared = ["--model.share_heads=true", "--model.share_layers=true", "--model.dim=32", "--model.num_heads=2"]
     assert run("compare", *SMALL, *shared, "--encodings", names, "--out", tmp_path)[0] == 0
-
-
-@pytest.mark.slow
-def test_other_examples_than_those_trained_on_are_refused_before_training(tmp_path: Path, run: Run) -> None:
-    Image = pytest.importorskip("PIL.Image")
-    for name in ("red", "blue"):
-        (tmp_path / "pictures" / name).mkdir(parents=True)
-        for i in range(10):
-            Image.new("RGB", (8, 8), name).save(tmp_path / "pictures" / name / f"{i}.png")
-    options = ["--data=images", "--data.root", tmp_path / "pictures", "--data.size=8", "--epochs=1", "--scales=[1]"]
-    options += ["--seeds=1", "--model.dim=16", "--model.depth=1", "--model.num_heads=1", "--model.patch_size=[4]"]
-    assert run("compare", *options, "--encodings=none", "--out", tmp_path / "out")[0] == 0
-    Image.new("RGB", (8, 8), "red").save(tmp_path / "pictures" / "red" / "new.png")
-    status, _, error = run("compare", *options, "--encodings=none,mixed", "--out", tmp_path / "out")
-    assert status == 2
-    assert "the data must be what the runs in --out were trained on, got other examples" in error
-    assert not list((tmp_path / "out" / "runs").glob("*mixed*"))
 
 
 @pytest.mark.parametrize("command", ["compare", "train", "study accuracy"])
@@ -508,14 +381,6 @@ def test_missing_package_of_the_laboratory_is_one_line(
     rule = "jsonargparse is not installed (in a clone of torchrope: pip install . ./lab)"
     assert error == f"torchrope {command.split()[0]}: {rule}\n"
     assert not list(tmp_path.iterdir())
-
-
-def test_missing_package_of_a_users_module_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "of_user.py").write_text("import no_such_package\n")
-    monkeypatch.chdir(tmp_path)
-    status, _, error = run("compare", "--encodings=of_user:Mine")
-    assert status == 2
-    assert "got of_user: ModuleNotFoundError: No module named 'no_such_package' (of_user.py, line 1)" in error
 
 
 WITHOUT_POSIX = """
@@ -565,23 +430,17 @@ def test_help_shows_the_commands(arguments: list[str], run: Run) -> None:
         assert f"\n  {command} " in printed
 
 
-def test_help_has_the_defaults_of_the_data(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["compare", "--data", "motion", "--help"])
-    printed = capsys.readouterr().out
-    assert ended.value.code == 0
+def test_help_has_the_defaults_of_the_data(run: Run) -> None:
+    status, printed, _ = run("compare", "--data", "motion", "--help")
+    assert status == 0
     assert "all axes (1,4,4)\n" in printed
 
 
 @pytest.mark.parametrize("command", ["compare", "train", "study"])
-def test_help_is_short_and_names_the_sections_that_have_all(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_short_and_names_the_sections_that_have_all(command: str, run: Run) -> None:
     def helped(*section: str) -> tuple[str, set[str]]:
-        with pytest.raises(SystemExit) as ended:
-            main([command, "--help", *section])
-        assert ended.value.code == 0
-        printed = capsys.readouterr().out
+        status, printed, _ = run(command, "--help", *section)
+        assert status == 0
         return printed, {*re.findall(r"^  (?:-\w, )?(--[\w.]+)", printed, re.MULTILINE)}
 
     (common, few), (_, every) = helped(), helped("all")
@@ -598,12 +457,6 @@ def test_help_is_short_and_names_the_sections_that_have_all(command: str, capsys
         assert shown < every
 
 
-def test_unknown_section_of_the_help_is_one_line(run: Run) -> None:
-    status, _, error = run("compare", "--help", "dat")
-    assert status == 2
-    assert error == "torchrope compare: --help takes all, data, model, optim, run or nothing, got 'dat'\n"
-
-
 @pytest.mark.parametrize("arguments", ["--help", "compare --help", "--version"])
 def test_help_imports_no_heavy_package(arguments: str) -> None:
     script = (
@@ -616,10 +469,8 @@ def test_help_imports_no_heavy_package(arguments: str) -> None:
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
 
 
-def test_help_names_every_encoding(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["compare", "--help"])
-    told = capsys.readouterr().out.partition("Encodings:")[2].partition(";")[0]
+def test_help_names_every_encoding(run: Run) -> None:
+    told = run("compare", "--help")[1].partition("Encodings:")[2].partition(";")[0]
     assert {name.strip() for name in told.split(",")} == {*ROTARY, *ABSOLUTE, *BIAS}
 
 
@@ -637,38 +488,33 @@ def test_library_imports_only_torch_and_quickly() -> None:
 
 
 @pytest.mark.parametrize("command", ["compare", "train", "study"])
-def test_help_shows_the_settings_of_the_data_set_named(capsys, command):
+def test_help_shows_the_settings_of_the_data_set_named(run: Run, command: str) -> None:
     hidden = {"data.augment"} | ({"data.fold"} if command == "compare" else set())
-    with pytest.raises(SystemExit):
-        main([command, *(["accuracy"] if command == "study" else []), "--data", "volumes", "--help", "data"])
-    shown = re.findall(r"^  (?:--\w+(?: \w+)?, )?--(data\.[\w.]+)", capsys.readouterr().out, re.MULTILINE)
+    studies = ["accuracy"] if command == "study" else []
+    _, printed, _ = run(command, *studies, "--data", "volumes", "--help", "data")
+    shown = re.findall(r"^  (?:--\w+(?: \w+)?, )?--(data\.[\w.]+)", printed, re.MULTILINE)
     assert {*shown} == {f"data.{setting}" for setting in options(settings_of("volumes"))} - hidden
 
 
-def test_file_names_the_data_set_and_its_settings(run, tmp_path, capsys):
-    file = tmp_path / "settings.yaml"
-    file.write_text("data:\n  name: volumes\n  frames: 4\n")
-    with pytest.raises(SystemExit):
-        run("compare", "--config", file, "--print_config")
-    assert yaml.safe_load(capsys.readouterr().out)["data"]["frames"] == 4
-    file.write_text("data:\n  name: volumes\n  framess: 4\n")
-    assert f"no setting data.framess in {file}; did you mean 'data.frames'?" in run("compare", f"--config={file}")[2]
-    file.write_text("data:\n  windows: [[1, 2]]\n")
-    assert f"data.windows in {file} is for volumes, rsna, got --data digits" in run("compare", "--config", file)[2]
+def test_file_names_the_data_set_whose_recipe_and_settings_apply(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("data: {name: motion, train_size: 24}\noptim: {epochs: 1}\n")
+    found = configuration(run, "compare", "--config", tmp_path / "mine.yaml", "--model.depth=1")
+    assert (found["data"]["name"], found["data"]["train_size"], found["optim"]["epochs"]) == ("motion", 24, 1)
+    assert (found["model"]["depth"], found["model"]["patch_size"]) == (1, [1, 4, 4])  # typed, and of the recipe
+    (tmp_path / "mine.yaml").write_text("data: {name: volumes, frames: 4}\n")
+    assert configuration(run, "compare", "--config", tmp_path / "mine.yaml")["data"]["frames"] == 4
 
 
-def test_settings_of_other_studies_are_refused(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_settings_of_other_studies_are_refused_unless_they_are_defaults(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torchrope_lab.engine.study.run_study", lambda *_, **__: None)
     status, _, told = run("study", "accuracy,shuffle", "--probes.steps", "3", "--dry-run")
     assert status == 2
     assert told == "torchrope study: --probes.steps is for the studies probes, got accuracy, shuffle\n"
     assert run("study", "accuracy,probes", "--probes.steps", "3", "--dry-run")[0] == 0
-    with pytest.raises(SystemExit):
-        run("study", "accuracy", "--print_config")
-    file = tmp_path / "all.yaml"  # all settings, with those of other studies at their defaults
-    file.write_text(capsys.readouterr().out)
+    file = tmp_path / "all.yaml"  # with the settings of other studies
+    file.write_text(run("study", "accuracy", "--print_config")[1])
     assert run("study", "accuracy", "--config", file, "--dry-run")[0] == 0
 
 
@@ -678,10 +524,8 @@ def test_compare_counts_encodings_and_seeds(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", cli._COMMANDS)
-def test_every_command_has_debug_in_its_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    assert "\n  --debug " in capsys.readouterr().out
+def test_every_command_has_debug_in_its_help(command: str, run: Run) -> None:
+    assert "\n  --debug " in run(command, "--help")[1]
 
 
 @pytest.mark.parametrize("arguments", ["train --epochs many", "evaluate /nowhere", "recipes digit"])
@@ -709,32 +553,8 @@ def test_bug_keeps_its_traceback(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "setting", "value"),
-    [
-        ("--model.spacing -1,0", "spacing", [-1.0, 0.0]),
-        ("--model.spacing=-1,0", "spacing", [-1.0, 0.0]),
-        ("--model.patch_size 4", "patch_size", [4]),
-        ("--model.window_size null", "window_size", None),
-    ],
-)
-def test_list_of_one_and_of_negative_numbers(
-    arguments: str, setting: str, value: object, run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        run("compare", *arguments.split(), "--print_config")
-    assert yaml.safe_load(capsys.readouterr().out)["model"][setting] == value
-
-
-def test_every_checkpoint_adds_to_the_list(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run("study", "fourier", "--checkpoint", "a", "--seeds=3", "--checkpoint=b,c", "--print_config")
-    told = yaml.safe_load(capsys.readouterr().out)
-    assert (told["checkpoint"], told["seeds"]) == (["a", "b", "c"], 3)
-
-
 def test_options_of_the_trainer_that_change_results_are_stored_and_checked(run: Run, tmp_path: Path) -> None:
-    command = ["train", *OF_TRAIN, "--trainer.enable_progress_bar=false", "--encoding=none", "--out", tmp_path / "run"]
+    command = [*TRAIN, "--encoding=none", "--out", tmp_path / "run"]
     assert run(*command, "--trainer.limit_train_batches=1")[0] == 0
     config = tmp_path / "run" / "config.yaml"
     assert yaml.safe_load(config.read_text())["trainer"] == {"limit_train_batches": 1}
@@ -745,30 +565,22 @@ def test_options_of_the_trainer_that_change_results_are_stored_and_checked(run: 
     assert run(*again, "--trainer.enable_progress_bar=false", "--trainer.log_every_n_steps=3")[0] == 0
 
 
-@pytest.mark.parametrize("option", ["limit_val_batches", "check_val_every_n_epoch"])
-def test_every_epoch_validates_on_all_examples(option: str, run: Run) -> None:
-    status, _, error = run("train", f"--trainer.{option}", "2")
-    assert (status, error) == (2, f"torchrope train: there is no option --trainer.{option}\n")
-
-
 @pytest.mark.parametrize(
     "limit", ["max_steps 0", "max_steps 1", "max_time 00:00:00:00", "limit_train_batches 0", "limit_train_batches 0.0"]
 )
 def test_training_without_a_finished_epoch_is_one_line(limit: str, run: Run, tmp_path: Path) -> None:
     option, value = f"--trainer.{limit}".split()
-    command = ["train", *OF_TRAIN, "--data.batch_size=5", "--trainer.enable_progress_bar=false", "--encoding=none"]
-    status, told, error = run(*command, "--out", tmp_path / "run", option, value)
-    assert (status, error) == (
-        2,
-        f"torchrope train: training must finish one epoch or more, got none with {option} {value}\n",
-    )
+    command = [*TRAIN, "--data.batch_size=5", "--encoding=none", "--out", tmp_path / "run"]
+    status, told, error = run(*command, option, value)
+    rule = f"training must finish one epoch or more, got none with {option} {value}"
+    assert (status, error) == (2, f"torchrope train: {rule}\n")
     assert "trained:" not in told
     if limit != "max_steps 1":  # without a checkpoint other settings may start in the folder
-        assert run(*command, "--out", tmp_path / "run")[0] == 0
+        assert run(*command)[0] == 0
 
 
 def test_epoch_that_max_steps_cuts_has_no_row_of_the_validation_before_it(run: Run, tmp_path: Path) -> None:
-    command = ["train", *OF_TRAIN, "--data.batch_size=5", "--epochs=2", "--trainer.enable_progress_bar=false"]
-    status, _, error = run(*command, "--encoding=none", "--out", tmp_path / "run", "--trainer.max_steps=17")
+    command = [*TRAIN, "--data.batch_size=5", "--epochs=2", "--encoding=none", "--out", tmp_path / "run"]
+    status, _, error = run(*command, "--trainer.max_steps=17")
     assert status == 0, error
     assert [row["epoch"] for row in read_curve(tmp_path / "run" / "curve.csv")] == [1]

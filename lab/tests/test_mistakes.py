@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-
-from torchrope_lab.cli import main
+from labs import Run
 
 FILES = {
     "empty.yaml": "",
@@ -18,6 +17,9 @@ FILES = {
     "encodings.yaml": "encodings: [mixd]\n",
     "encoding.yaml": "encoding: mixd\n",
     "callback.yaml": "trainer: {callbacks: [{class_path: os.system}]}\n",
+    "binary.yaml": "\xff\xfe\0",
+    "setting.yaml": "data: {name: volumes, framess: 4}\n",
+    "windows.yaml": "data: {windows: [[1, 2]]}\n",
 }
 
 # What is typed behind the command, the option as the message must name it, the value, and the name it must suggest.
@@ -40,7 +42,7 @@ OF_TRAINING: list[tuple[str, str, str, str]] = [
     ("--data.frames 4", "--data.frames", "digits", ""),
     ("--data cifar10 --data.augment.erasing 2", "--data.augment.erasing", "got 2", ""),
     ("--recipe digit", "--recipe", "'digit'", "digits"),
-    ("--recipe liere-cifar100-vit-b --data digits", "in recipe liere-cifar100-vit-b", "digits", ""),
+    ("--recipe liere-cifar100-vit-b --data digits", "in recipe liere-cifar100-vit-b", "ucf101, got --data digits", ""),
     ("digits", "options begin with --", "'digits'", ""),
     ("--config missing.yaml", "--config", "missing.yaml", ""),
     ("--config empty.yaml", "--config", "empty.yaml with nothing", ""),
@@ -52,12 +54,20 @@ OF_TRAINING: list[tuple[str, str, str, str]] = [
     ("--config range.yaml", "optim.lr in range.yaml", "got -1", ""),
     ("--config range.yaml --optim.lr=-2", "--optim.lr", "got -2", ""),  # what comes last counts
     ("--config data.yaml", "data.name in data.yaml", "'digit'", "digits"),
+    ("--config binary.yaml", "--config", "binary.yaml", ""),
+    ("--config setting.yaml", "no setting data.framess in setting.yaml", "", "data.frames"),
+    ("--config windows.yaml", "data.windows in windows.yaml is for volumes, rsna", "got --data digits", ""),
+    ("--data volumes --data.framess 3", "there is no option --data.framess", "", "--data.frames"),
+    ("--data digits --data.root x", "--data.root is for images, ", "", ""),
+    ("--data videos --data.windows [[1,2]]", "--data.windows is for volumes, rsna", "got --data videos", ""),
+    ("--model.drop_path 1.5", "--model.drop_path must be at least 0 and below 1", "got 1.5", ""),
 ]
 OF_SEVERAL = [
     ("--seed 1", "--seed", "--seed", "--seeds"),
     ("--encoding mixed", "--encoding", "--encoding", "--encodings"),
     ("--encodings mixd", "--encodings", "'mixd'", "mixed"),
     ("--encodings mixed,mixed", "--encodings", "mixed,mixed", ""),
+    ("--encodings liere:8,liere:08", "block size must be a whole number of 2 or more", "'liere:08'", ""),
     ("--config encodings.yaml", "encodings in encodings.yaml", "'mixd'", "mixed"),
     ("--slurm time", "--slurm", "'time'", ""),
 ]
@@ -69,6 +79,9 @@ OF_ONE = [
     ("--config callback.yaml", "trainer.callbacks in callback.yaml", "'os.system'", ""),
     ("--trainer.devicess 3", "--trainer.devicess", "--trainer.devicess", "--trainer.devices"),
     ("--trainer.precision 16-mixed", "--trainer.precision", "use --run.precision", ""),
+    ("--trainer.devices 5 --trainer.accelerator gpu", "--trainer options must fit this machine", "", ""),
+    ("--trainer.limit_val_batches 2", "there is no option --trainer.limit_val_batches", "", ""),  # nor parts of epochs
+    ("--trainer.check_val_every_n_epoch 2", "there is no option --trainer.check_val_every_n_epoch", "", ""),
     ("--data images --data.root /nowhere", "root", "/nowhere", ""),
 ]
 OTHERS: list[tuple[str, str, str, str]] = [
@@ -82,6 +95,22 @@ OTHERS: list[tuple[str, str, str, str]] = [
     ("study fourier --checkpoint nowhere", "--checkpoint", "nowhere", ""),
     ("study fourier --checkpoint a --checkpoint b,a", "--checkpoint", "a,b,a", ""),
     ("study fourier --checkpoint a --checkpoint", "--checkpoint", "requires a value", ""),
+    ("study accuracy,shuffle --data images --data.root /nowhere", "root", "/nowhere", ""),
+    ("study accuracy --sizes 16", "--sizes is for the studies resolution", "got accuracy", ""),
+    ("study resolution --sizes 16,0", "--sizes[1] must be 1 or more", "got 0", ""),
+    ("study complexity --seeds 7", "--seeds", "is for a study that trains on data", ""),
+    ("study fourier --data digits", "--data", "is for a study that trains on data", ""),
+    ("study fourier,complexity --epochs 7", "--epochs", "is for a study that trains on data", ""),
+    ("study probes --probes.axes 1 --probes.abilities far,ring", "ring needs 2 axes", "got --probes.axes 1", ""),
+    ("study probes --probes.abilities nothing", "abilities", "nothing", ""),
+    ("study probes --encodings nd", "none of the encodings can be probed", "nD-RoPE is left out", ""),
+    ("compare --help dat", "--help takes all, data, model, optim, run or nothing", "'dat'", ""),
+    ("compare --data images", "root", "", ""),
+    ("compare --model.num_heads 7", "dim must be divisible by num_heads = 7", "got 64", ""),
+    ("compare --encodings comrope-ap:16", "head_dim must be divisible by num_axes·block_size = 32", "got 16", ""),
+    ("compare --data motion --model.patch_size [3]", "--model.patch_size 3, 3, 3", "got 5, 20, 20 (time, height,", ""),
+    ("compare --out /dev/full", "--out", "/dev/full", ""),
+    ("compare --encodings ,", "--encodings must name 1 or more", "an empty list", ""),
     ("compare --encodings none mixed", "lists are written as a,b", "'mixed'", ""),
     ("compare --model.head dino", "--model.head is not an option of torchrope compare", "", ""),
     ("compare --reference mixed", "--reference", "--reference", ""),
@@ -109,19 +138,14 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("typed", "option", "value", "suggested"), MISTAKES, ids=[typed for typed, *_ in MISTAKES])
 def test_mistake_is_one_line_with_the_option_as_typed_and_the_value(
-    typed: str,
-    option: str,
-    value: str,
-    suggested: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    typed: str, option: str, value: str, suggested: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, encoding="latin-1")
     monkeypatch.chdir(tmp_path)
-    assert main(typed.split()) == 2
-    error = capsys.readouterr().err
+    status, printed, error = run(*typed.split())
+    assert status == 2
+    assert printed in ("", "probes:\n")  # the study that refuses what it alone knows
     assert error.startswith("torchrope")
     assert error.count("\n") == 1
     assert option in error

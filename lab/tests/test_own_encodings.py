@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from labs import OPTIONS, Run
 
 import torchrope as tr
 from torchrope.encodings.names import BUILT_IN, KINDS
-from torchrope_lab.cli import main
 from torchrope_lab.encodings import load_modules, resolve_encoding, user_defined_parts
 from torchrope_lab.engine.descriptions import description_of, label
-from torchrope_lab.results import StudyResult
+from torchrope_lab.results import Row, StudyResult
 from torchrope_lab.settings.run_config import ModelConfig
 from torchrope_lab.training.models import _rotary
 from torchrope_lab.training.run import load
@@ -71,18 +71,7 @@ def __getattr__(name):
     Path(__file__).with_name("asked").touch()
     return Spiral
 '''
-SMALL = [
-    "--epochs=1",
-    "--optim.warmup_epochs=0",
-    "--model.dim=16",
-    "--model.depth=1",
-    "--model.num_heads=1",
-    "--model.mlp_dim=16",
-    "--model.patch_size=[2]",
-    "--data.train_size=80",
-    "--data.val_size=40",
-]
-TRAIN = ["train", *SMALL, "--trainer.enable_progress_bar=false"]
+TRAIN = ["train", *OPTIONS, "--trainer.enable_progress_bar=false"]
 
 
 @pytest.fixture
@@ -93,6 +82,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (folder / "__init__.py").touch()
     (folder / "turns.py").write_text(MODULE)
     (tmp_path / "broken.py").write_text("x = 1\nraise RuntimeError('two\\nlines')\n")
+    (tmp_path / "lacking.py").write_text("import no_such\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     yield folder
@@ -101,7 +91,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def forget() -> None:
     """As in a process that has imported none of it."""
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("own_package", "broken")]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("own_package", "broken", "lacking")]:
         del sys.modules[name]
     for _, named in KINDS:
         for name in [name for name in named if name not in BUILT_IN]:
@@ -142,6 +132,7 @@ def test_label_is_the_title_of_the_class_or_its_name(package: Path) -> None:
         ("own_package.turns:Spirla", "own_package.turns has no class Spirla; did you mean 'Spiral'"),
         ("own_package.turn:Spiral", "No module named 'own_package.turn'"),
         ("broken:Spiral", r"got broken: RuntimeError: two lines \(broken.py, line 2\)"),
+        ("lacking:Spiral", r"got lacking: ModuleNotFoundError: No module named 'no_such' \(lacking.py, line 1\)"),
         ("own_package.turns:helper", "must be a subclass of Encoding, AbsoluteEncoding or .*, got int"),
         ("own_package.turns:Path", "must be a subclass of .*, got an unrelated class"),
         ("own_package.turns:Unfinished", "must implement all abstract methods, got a class without generators"),
@@ -152,16 +143,10 @@ def test_label_is_the_title_of_the_class_or_its_name(package: Path) -> None:
         ("mixed+own_package.turns:Spiral", "at most one absolute, one score bias and one rotary name"),
     ],
 )
-def test_invalid_encoding_is_refused_in_one_line(
-    name: str, message: str, package: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for command in (
-        ["compare", f"--encodings=none,{name}"],
-        ["train", "--encoding", name],
-    ):
-        assert main([*command, "--out=out"]) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1
+def test_invalid_encoding_is_refused_in_one_line(name: str, message: str, package: Path, run: Run) -> None:
+    for command in (["compare", f"--encodings=none,{name}"], ["train", "--encoding", name]):
+        status, _, error = run(*command, "--out=out")
+        assert (status, error.count("\n")) == (2, 1)
         with pytest.raises(ValueError, match=message):
             raise ValueError(error)
     assert not Path("out").exists()
@@ -178,29 +163,28 @@ def test_shared_heads_need_a_class_that_supports_them(package: Path) -> None:
 
 
 @pytest.mark.slow
-def test_stored_run_imports_nothing_that_was_not_allowed(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TRAIN, "--encoding=own_package.turns:Spiral", "--out=run"]) == 0
+def test_stored_run_imports_nothing_that_was_not_allowed(package: Path, run: Run) -> None:
+    assert run(*TRAIN, "--encoding=own_package.turns:Spiral", "--out=run")[0] == 0
     (package / "imported").unlink()
     message = "'own_package.turns:Spiral' is imported only if the command line names it: add --allow own_package.turns"
     for command in (["evaluate", "run"], [*TRAIN, "--config=run/config.yaml", "--out=other"]):
         for allow in ([], ["--allow=own_pack,own_package.other"]):
             forget()
-            capsys.readouterr()
-            assert main([*command, *allow]) == 2
-            assert message in capsys.readouterr().err
+            status, _, error = run(*command, *allow)
+            assert status == 2
+            assert message in error
             assert not imported(package)
     with pytest.raises(ValueError, match=r"'own_package.* is imported only if the command line names it"):
         load(Path("run"))
 
     forget()
-    assert main(["evaluate", "run", "--allow=torch,own_package", "--json"]) == 0
-    measured = json.loads(capsys.readouterr().out)
+    status, measured, _ = run("evaluate", "run", "--allow=torch,own_package", "--json")
+    assert status == 0
     assert imported(package)
     forget()
-    assert main(["evaluate", "run", "--allow", "own_package.turns", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == measured
+    assert run("evaluate", "run", "--allow", "own_package.turns", "--json")[:2] == (0, measured)
     forget()
-    assert main([*TRAIN, "--config=run/config.yaml", "--allow=own_package", "--out=run"]) == 0  # finished already
+    assert run(*TRAIN, "--config=run/config.yaml", "--allow=own_package", "--out=run")[0] == 0  # finished already
 
 
 def test_loaded_modules_give_no_access_to_other_code(package: Path) -> None:
@@ -213,42 +197,49 @@ def test_loaded_modules_give_no_access_to_other_code(package: Path) -> None:
     assert not imported(package)
 
 
+def results() -> dict[str, Row]:
+    """The first table of the comparison, by name."""
+    return {str(row["name"]): row for row in StudyResult.read(Path("out/results.json")).findings.tables[0].rows}
+
+
 @pytest.mark.slow
-def test_comparison_resumes_and_its_report_needs_no_user_code(
-    package: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name, compare = "learned+own_package.turns:Spiral", ["compare", *SMALL, "--seeds=1", "--scales=[1.0]", "--out=out"]
-    assert main([*compare, f"--encodings=none,{name}"]) == 0
-    rows = {row["name"]: row for row in StudyResult.read(Path("out/results.json")).findings.tables[0].rows}
+def test_comparison_resumes_and_its_report_needs_no_user_code(package: Path, run: Run) -> None:
+    name = "learned+own_package.turns:Spiral"
+    compare = ["compare", *OPTIONS, "--seeds=1", "--scales=[1.0]", "--out=out"]
+    status, printed, _ = run(*compare, f"--encodings=none,{name}")
+    assert status == 0
+    rows = results()
     assert set(rows) == {"none", name}
     assert rows[name]["encoding"] == "learned APE + Spiral"
-    assert name in capsys.readouterr().out
+    assert name in printed
     assert name in Path("out/report/index.html").read_text()
     assert list(Path("out/runs").glob("digits-learned-and-own_package.turns-Spiral-seed0-*/result.json"))
 
     (package / "imported").unlink()
     forget()
-    assert main(["report", "out"]) == 0
-    assert main([*compare, "--encodings=none"]) == 2
-    assert "--allow own_package.turns" in capsys.readouterr().err
+    assert run("report", "out")[0] == 0
+    status, _, error = run(*compare, "--encodings=none")
+    assert status == 2
+    assert "--allow own_package.turns" in error
     assert not imported(package)
-    assert main([*compare, "--encodings=none", "--allow=own_package"]) == 0
-    assert "run 1 of" not in capsys.readouterr().out  # nothing was trained again
-    again = {row["name"]: row for row in StudyResult.read(Path("out/results.json")).findings.tables[0].rows}
-    assert {each: row["top1"] for each, row in again.items()} == {each: row["top1"] for each, row in rows.items()}
+    status, printed, _ = run(*compare, "--encodings=none", "--allow=own_package")
+    assert status == 0
+    assert "run 1 of" not in printed  # nothing was trained again
+    assert {each: row["top1"] for each, row in results().items()} == {each: row["top1"] for each, row in rows.items()}
 
     forget()
     Path("mine.yaml").write_text(yaml.safe_dump({"encodings": [name]}))
-    assert main([*compare[:-1], "--config=mine.yaml", "--out=new"]) == 2
+    assert run(*compare[:-1], "--config=mine.yaml", "--out=new")[0] == 2
     assert not Path("new").exists()
 
 
 @pytest.mark.slow
-def test_user_defined_encoding_trains_in_other_processes(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_defined_encoding_trains_in_other_processes(package: Path, run: Run) -> None:
     names = "own_package.turns:Spiral,own_package.turns:Blocks"
-    asked = ["study", "capacity", *SMALL, "--seeds=1", "--model.num_heads=2", "--out=out"]  # blocks of 2, 4 and 8
-    assert main([*asked, f"--encodings={names}", "--parallel=2"]) == 0, capsys.readouterr().err
-    assert "capacity (digits)" in capsys.readouterr().out
+    asked = ["study", "capacity", *OPTIONS, "--seeds=1", "--model.num_heads=2", "--out=out"]  # blocks of 2, 4 and 8
+    status, printed, error = run(*asked, f"--encodings={names}", "--parallel=2")
+    assert status == 0, error
+    assert "capacity (digits)" in printed
     folders = sorted(path.name.rpartition("-")[0] for path in Path("out/runs").glob("digits-*"))
     assert folders == [f"digits-own_package.turns-Blocks-{size}-seed0" for size in (2, 4, 8)]
     left_out = json.loads(Path("out/capacity-digits.json").read_text())["left_out"]

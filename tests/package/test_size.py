@@ -15,7 +15,7 @@ LINES = {
     "src/torchrope/integrations src/torchrope/checkpoints": 6080,
     "lab/src": 23739,
     "tests": 23790,
-    "lab/tests": 20713,
+    "lab/tests": 20801,
     "benchmarks": 4452,
     "examples": 1000,
 }

@@ -4,8 +4,6 @@ import ctypes
 import json
 import math
 import resource
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,7 +16,7 @@ from peers import COMPILED, PEERS, Peer, Task, Unavailable
 from render import PAGES, RENDERED, figures, render_docs, verdict
 from rows import ROWS, Measurements
 from setting import Setting
-from suite import Plan, run_suite, standard_plan
+from suite import Plan, run_suite
 from suite_results import RowResult, Suite, Training, read_results, write_results
 from torch import Tensor
 
@@ -111,35 +109,16 @@ def test_row_without_its_peer_has_a_reason(suite: Suite) -> None:
     assert (judged.value, judged.why_not) == (None, "timm: not installed")
 
 
-def test_standard_plan_has_the_sizes_of_the_targets() -> None:
-    plan = standard_plan()
-    assert plan.setting == Setting(batch=8, heads=12, tokens=65, head_dim=64, axes=2, dtype="float32", device="cpu")
-    assert (plan.training.input_size, plan.training.batch, plan.training.dim) == (224, 8, 384)
-    assert (plan.memory_tokens, plan.growth_tokens[0], plan.growth_tokens[-1]) == (785, 64, 4096)
-
-
-def drop(plain: dict) -> None:
-    del plain["rows"][0]["must"]
-
-
-def spell(plain: dict) -> None:
-    plain["bench"]["rounds"] = "many"
-
-
-def age(plain: dict) -> None:
-    plain["schema"] = 0
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (drop, "cpu.json.rows[0] must have 'must', got ["),
-        (spell, "bench.rounds must be a whole number, got 'many'"),
-        (age, "benchmark results must have schema 1, got"),
+        (lambda plain: plain["rows"][0].pop("must"), "cpu.json.rows[0] must have 'must', got ["),
+        (lambda plain: plain["bench"].update(rounds="many"), "bench.rounds must be a whole number, got 'many'"),
+        (lambda plain: plain.update(schema=0), "benchmark results must have schema 1, got"),
     ],
 )
 def test_read_results_rejects_another_schema(
-    damage: Callable[[dict], None], message: str, suite: Suite, tmp_path: Path
+    damage: Callable[[dict], object], message: str, suite: Suite, tmp_path: Path
 ) -> None:
     plain = json.loads(json.dumps(asdict(suite)))
     damage(plain)
@@ -207,12 +186,6 @@ def test_figures_name_all_implementations_and_have_no_date(suite: Suite) -> None
     names = {row["implementation"] for row in drawings[0].rows}
     assert {"torchrope", "reference", "timm", "matrix_exp"} <= names
     assert [figure.name for figure in figures(replace(suite, growth=()))] == ["speed"]
-
-
-@pytest.mark.slow
-def test_cpu_script_shows_help() -> None:
-    script = [sys.executable, str(ROOT / "benchmarks" / "cpu.py"), "--help"]
-    assert "--training-batch" in subprocess.run(script, check=True, capture_output=True, text=True).stdout
 
 
 def page_faults() -> int:

@@ -4,8 +4,8 @@ import csv
 from pathlib import Path
 
 import pytest
+from labs import Run
 
-from torchrope_lab.cli import main
 from torchrope_lab.report.export import export_tables
 from torchrope_lab.results import Column, Findings, RunFacts, StudyResult, Table
 
@@ -46,7 +46,8 @@ def test_tables_of_equal_names_are_kept_apart(results: Path, tmp_path: Path) -> 
     assert len(set(export_tables(results, tmp_path / "out"))) == 4
 
 
-def test_command_says_what_it_wrote(results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(results), "--export", str(tmp_path / "out")]) == 0
-    assert capsys.readouterr().out.startswith("tables: 2,")
+def test_command_says_what_it_wrote(results: Path, tmp_path: Path, run: Run) -> None:
+    status, printed, _ = run("report", results, "--export", tmp_path / "out")
+    assert status == 0
+    assert printed.startswith("tables: 2,")
     assert (tmp_path / "out/mine/top-1-more.csv").exists()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrope_lab import cli, report
+from torchrope_lab import report
 from torchrope_lab.report import looks, plots, tables
 from torchrope_lab.report import page as page_module
 from torchrope_lab.report.page import write_report
@@ -151,6 +151,7 @@ def all_kinds():
         result("resolution", "digits", [panels()]),
         result("accuracy", "motion", [points(), curves()]),
         result("accuracy", "digits", [points(), curves()]),
+        result("compare"),
     ]
 
 
@@ -214,6 +215,10 @@ class Tags(HTMLParser):
         return [attributes for name, attributes in self.found if name == tag]
 
     @property
+    def ids(self):
+        return [attributes["id"] for _, attributes in self.found if "id" in attributes]
+
+    @property
     def text(self):
         return " ".join(" ".join(self.words).split())
 
@@ -228,9 +233,14 @@ def hostile_page(tmp_path_factory):
     return write_report(save(tmp_path_factory.mktemp("hostile"), hostile(), result()))
 
 
+def texts(index):
+    """The text of a page, and of its Markdown without escapes."""
+    markdown = (index.parent / "report.md").read_text(encoding="utf-8").replace("\\", "")
+    return Tags(index.read_text(encoding="utf-8")).text, markdown
+
+
 def test_page_contains_all_findings_of_a_study(page):
-    tags = Tags(page.read_text(encoding="utf-8"))
-    markdown = (page.parent / "report.md").read_text(encoding="utf-8").replace("\\", "")
+    shown, markdown = texts(page)
     told = [
         "What about sharing?", "mixed is significantly the best with 90.0 % [87.5, 92.0].", "data called motion",
         "Behind the best, points", "9,000,000", "A paper, table 1", "64.8 may be meant.",
@@ -238,7 +248,7 @@ def test_page_contains_all_findings_of_a_study(page):
         "torchrope study probes", "Fake CPU", "0, 1",
     ]  # fmt: skip
     for text in told:
-        assert text in tags.text
+        assert text in shown
         assert text in markdown
 
 
@@ -250,25 +260,25 @@ def test_page_of_a_comparison_begins_with_accuracy_and_costs(tmp_path):
     index = write_report(save(tmp_path, replace(compared, run=run)))
     told = "Model: backbone vit, depth 2, width 48, heads 2, patch 1×4×4, epochs 12"
     order = [told, "mixed is significantly the best", "Time of a training step", "Behind the best", "while training"]
-    markdown = (index.parent / "report.md").read_text(encoding="utf-8")
-    for text in (Tags(index.read_text(encoding="utf-8")).text, markdown):
+    for text in texts(index):
         places = [text.index(part) for part in order]
         assert places == sorted(places)
 
 
 def test_page_orders_studies_and_links_them(page):
     tags = Tags(page.read_text(encoding="utf-8"))
-    ids = [attributes["id"] for _, attributes in tags.found if "id" in attributes]
-    assert len(ids) == len(set(ids))
-    chapters = [each for each in ids if each.startswith("study-") and "published" not in each and "table" not in each]
-    assert chapters == ["study-accuracy", "study-sharing", "study-resolution", "study-probes"]
+    assert len(tags.ids) == len(set(tags.ids))
+    chapters = [
+        each for each in tags.ids if each.startswith("study-") and "published" not in each and "table" not in each
+    ]
+    assert chapters == ["study-compare", "study-accuracy", "study-sharing", "study-resolution", "study-probes"]
     links = [attributes["href"][1:] for attributes in tags.of("a")]
-    assert {*chapters, "on-accuracy-digits", "on-accuracy-motion"} <= set(links) <= set(ids)
+    assert {*chapters, "on-accuracy-digits", "on-accuracy-motion"} <= set(links) <= set(tags.ids)
 
 
 def test_published_numbers_stand_once_for_all_data_sets(page):
     captions = re.findall(r"<caption><bdi>([^<]+)", page.read_text(encoding="utf-8"))
-    assert captions.count("Top-1 in the paper") == 4
+    assert captions.count("Top-1 in the paper") == 5
 
 
 def test_page_loads_nothing_and_is_allowed_nothing_else(page):
@@ -433,10 +443,7 @@ def damaged_figure(change):
         ("[]", "a result must hold named settings, got"),
         (damaged(lambda s: s.pop("question")), "study must have 'question', got"),
         (damaged(lambda s: s["findings"].update(answer=7)), "study.findings.answer must be text, got 7"),
-        (
-            damaged_table(lambda t: t["rows"][1].update(gap=[1])),
-            "rows[1].gap must be a number, text",
-        ),
+        (damaged_table(lambda t: t["rows"][1].update(gap=[1])), "rows[1].gap must be a number, text"),
         (damaged_figure(lambda f: f.update(kind="pie")), "figures[0].kind must be one of lines"),
         (damaged_figure(lambda f: f.update(name="probes")), "figures must have different names"),
         (damaged(lambda s: s["data"].update(train=10**16)), "study.data.train must be within ±1e+15, got 1000"),
@@ -452,9 +459,8 @@ def test_damaged_results_are_refused_and_nothing_is_written(tmp_path, text, mess
 
 
 def test_folder_without_studies_is_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"needs results of `torchrope compare`, .*, but .* has no JSON file: run one of them"
-    ):
+    rule = "needs results of `torchrope compare`, .*, but .* has no JSON file: run one of them"
+    with pytest.raises(ValueError, match=rule):
         write_report(tmp_path)
 
 
@@ -487,26 +493,22 @@ def test_tasks_of_one_data_set_are_separate_parts_of_a_study(tmp_path):
     other["data"]["title"] += ", another task"
     (tmp_path / "other.json").write_text(json.dumps(other))
     tags = Tags(write_report(tmp_path).read_text(encoding="utf-8"))
-    ids = [attributes["id"] for _, attributes in tags.found if "id" in attributes]
-    assert len(ids) == len(set(ids))
+    assert len(tags.ids) == len(set(tags.ids))
     assert other["data"]["title"] in tags.text
 
 
-def test_command_writes_the_page_and_prints_the_answers(tmp_path, capsys):
-    save(tmp_path, result(), result("probes", None))
-    assert cli.main(["report", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
+def test_command_writes_the_page_and_prints_the_answers(tmp_path, run):
+    status, printed, _ = run("report", save(tmp_path, result(), result("probes", None)))
+    assert status == 0
     assert "accuracy (digits): mixed is significantly the best" in printed
     assert f"report: {tmp_path}/report/index.html" in printed
 
 
-def test_command_names_a_missing_package(tmp_path, capsys, monkeypatch):
-    save(tmp_path, result(figures=[points()]))
+def test_command_names_a_missing_package(tmp_path, run, monkeypatch):
     monkeypatch.setitem(sys.modules, "vl_convert", None)
-    assert cli.main(["report", str(tmp_path)]) == 0
-    assert (
-        "no page: vl_convert is not installed (in a clone of torchrope: pip install . ./lab)" in capsys.readouterr().out
-    )
+    status, printed, _ = run("report", save(tmp_path, result(figures=[points()])))
+    assert status == 0
+    assert "no page: vl_convert is not installed (in a clone of torchrope: pip install . ./lab)" in printed
     assert not (tmp_path / "report").exists()
 
 
@@ -731,38 +733,20 @@ def test_text_has_enough_contrast(dark):
 
 
 def test_comparison_alone_is_a_page_with_its_answer_and_what_is_missing(tmp_path):
-    compared = result("compare", title="Comparison", unfinished=["mixed seed 1"])
-    compared.write(tmp_path / "results.json")
-    shown = Tags(write_report(tmp_path).read_text(encoding="utf-8"))
-    assert "Comparison: data called digits" in shown.text
-    assert "Not finished yet: mixed seed 1" in shown.text
-    assert "mixed seed 1" in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
-
-
-def test_page_and_markdown_say_what_was_left_out(tmp_path):
     left_out = {"skipped": ["a.png (truncated)"], "unread": "1 .heic not read because they are not images: b.heic"}
-    compared = result("compare")
+    compared = result("compare", title="Comparison", unfinished=["mixed seed 1"])
     replace(compared, data=replace(compared.data, **left_out)).write(tmp_path / "results.json")
-    shown = Tags(write_report(tmp_path).read_text(encoding="utf-8")).text
-    for text in (shown, (tmp_path / "report" / "report.md").read_text(encoding="utf-8").replace("\\", "")):
+    shown, markdown = texts(write_report(tmp_path))
+    assert "Comparison: data called digits" in shown
+    assert "Not finished yet: mixed seed 1" in shown
+    assert "mixed seed 1" in markdown
+    for text in (shown, markdown):
         assert "Left out because they could not be read: a.png (truncated). 1 .heic not read because" in text
 
 
-def test_comparison_comes_first_among_studies(tmp_path):
-    result("compare").write(save(tmp_path, result(), result("probes", None)) / "results.json")
-    tags = Tags(write_report(tmp_path).read_text(encoding="utf-8"))
-    ids = [attributes["id"] for _, attributes in tags.found if attributes.get("id", "").startswith("study-")]
-    assert [each for each in ids if "-" not in each.removeprefix("study-")] == [
-        "study-compare",
-        "study-accuracy",
-        "study-probes",
-    ]
-
-
-def test_command_shows_a_comparisons_table(tmp_path, capsys):
+def test_command_shows_a_comparisons_table(tmp_path, run):
     result("compare").write(tmp_path / "results.json")
-    assert cli.main(["report", str(tmp_path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = run("report", tmp_path)[1].splitlines()
     start = next(index for index, line in enumerate(lines) if line.startswith("Name"))
     assert len({len(line) for line in lines[start + 1 : start + 2 + len(ENCODINGS)]}) <= 3
     assert lines[start + 2].startswith("none")
@@ -781,26 +765,18 @@ def test_duration_is_formatted_in_readable_units(seconds, text):
     assert tables.duration(seconds) == text
 
 
-@pytest.mark.parametrize("failing", ["fsync", "replace"])
-def test_failed_write_leaves_the_old_page_and_no_temporary_file(tmp_path, monkeypatch, failing):
-    old = write_report(save(tmp_path, result())).read_text(encoding="utf-8")
-    before = sorted(path.name for path in (tmp_path / "report").rglob("*"))
+@pytest.mark.parametrize(("place", "failing"), [(os, "fsync"), (os, "replace"), (page_module, "render_markdown")])
+def test_failed_write_leaves_the_old_page_and_no_temporary_file(tmp_path, monkeypatch, place, failing):
+    def contents():
+        return {path: path.is_file() and path.read_bytes() for path in (tmp_path / "report").rglob("*")}
 
     def no_space(*args, **kwargs):
         raise OSError("no space left")
 
+    write_report(save(tmp_path, result()))
+    before = contents()
     save(tmp_path, result(title="Something else"))
-    monkeypatch.setattr(os, failing, no_space)
+    monkeypatch.setattr(place, failing, no_space)
     with pytest.raises(OSError, match="no space left"):
         write_report(tmp_path)
-    assert (tmp_path / "report" / "index.html").read_text(encoding="utf-8") == old
-    assert sorted(path.name for path in (tmp_path / "report").rglob("*")) == before
-
-
-def test_results_that_cannot_be_drawn_leave_the_old_page(tmp_path, monkeypatch):
-    old = write_report(save(tmp_path, result())).read_text(encoding="utf-8")
-    monkeypatch.setattr(page_module, "render_markdown", lambda *_: 1 / 0)
-    save(tmp_path, result(title="Something else"))
-    with pytest.raises(ZeroDivisionError):
-        write_report(tmp_path)
-    assert (tmp_path / "report" / "index.html").read_text(encoding="utf-8") == old
+    assert contents() == before

@@ -7,21 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from torchrope_lab.cli import main
+from labs import OPTIONS, Run
 
 DOCS = Path(__file__).parents[3] / "docs" / "studies.md"
-SMALL = [
-    "--encodings=axial",
-    "--epochs=1",
-    "--optim.warmup_epochs=0",
-    "--model.dim=16",
-    "--model.depth=1",
-    "--model.num_heads=1",
-    "--data.train_size=40",
-    "--data.val_size=20",
-    "--out=out",
-]
 
 
 @pytest.fixture
@@ -35,8 +23,8 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     sys.modules.pop("own_patches", None)
 
 
-def test_example_of_the_page_trains_and_is_reported(example: str) -> None:
-    assert main(["study", "own_patches:STUDY", *SMALL, "--seeds=1"]) == 0
+def test_example_of_the_page_trains_and_is_reported(example: str, run: Run) -> None:
+    assert run("study", "own_patches:STUDY", *OPTIONS, "--encodings=axial", "--seeds=1", "--out=out")[0] == 0
     written = json.loads(Path("out/patches-digits.json").read_text())
     assert written["run"]["command"].startswith("torchrope study own_patches:STUDY")
     tables = {table["title"]: table["rows"] for table in written["findings"]["tables"]}
@@ -60,12 +48,9 @@ def test_example_of_the_page_trains_and_is_reported(example: str) -> None:
         ("own_patches:STUDY", ('"patches"', '"../patches"'), "of letters, digits and hyphens"),
     ],
 )
-def test_mistake_is_one_line(
-    example: str, name: str, change: tuple[str, str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistake_is_one_line(example: str, name: str, change: tuple[str, str], message: str, run: Run) -> None:
     Path("own_patches.py").write_text(example.replace(*change))
-    assert main(["study", name, *SMALL]) == 2
-    error = capsys.readouterr().err
+    status, _, error = run("study", name, "--out=out")
+    assert (status, error.count("\n")) == (2, 1)
     assert message in error
-    assert error.count("\n") == 1
     assert not Path("out").exists()

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from labs import Run
 
 from torchrope import grid
-from torchrope_lab.cli import main
 from torchrope_lab.engine.estimates import drawn_mean
 from torchrope_lab.engine.long_table import Cell
 from torchrope_lab.settings.probes_config import SIDES, ProbesConfig
@@ -18,7 +18,7 @@ from torchrope_lab.studies.probes import Job, layer, scores_of
 from torchrope_lab.studies.probes.abilities import ABILITIES, nearest_weights, weights_of
 from torchrope_lab.studies.probes.layer import CONDITIONS, TRAINED, Condition, Probe, score, train_probe
 
-QUICK = ["--seeds", "1", "--probes.steps", "3", "--probes.batch_size", "2", "--probes.examples", "4"]
+PROBES = ["study", "probes", "--seeds=1", "--probes.steps=3", "--probes.batch_size=2", "--probes.examples=4"]
 
 
 def _places(axes: int) -> torch.Tensor:
@@ -133,42 +133,39 @@ def test_predictions_name_abilities_and_encodings_once() -> None:
         assert family["because"]
 
 
-def test_study_writes_a_report_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["study", "probes", *QUICK, "--encodings", "none,axial,mixed,bias", "--out", str(tmp_path)]
-    main([*command, "--dry-run"])
-    assert "24 of 24" in capsys.readouterr().out
-    assert main(command) == 0
+def test_study_writes_a_report_and_resumes(tmp_path: Path, run: Run) -> None:
+    command = [*PROBES, "--encodings", "none,axial,mixed,bias", "--out", tmp_path]
+    assert "24 of 24" in run(*command, "--dry-run")[1]
+    assert run(*command)[0] == 0
     result = json.loads((tmp_path / "probes.json").read_text())
     assert {"matrix", "masks"} <= {figure["name"] for figure in result["findings"]["figures"]}
     assert result["run"]["config"]["probes"]["steps"] == 3
     files = {path: path.read_text() for path in (tmp_path / "probes").iterdir()}
     assert len(files) == 24
-    assert main(["study", "probes", *QUICK, "--encodings", "mixed,string", "--out", str(tmp_path)]) == 0
+    assert run(*PROBES, "--encodings", "mixed,string", "--out", tmp_path)[0] == 0
     assert all(path.read_text() == text for path, text in files.items())
     assert len(list((tmp_path / "probes").iterdir())) == 30
-    capsys.readouterr()
-    main([*command, "--dry-run"])
-    assert "0 of 24" in capsys.readouterr().out
+    assert "0 of 24" in run(*command, "--dry-run")[1]
 
 
 @pytest.mark.slow
-def test_diverged_probe_leaves_its_encoding_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["study", "probes", *QUICK, "--encodings", "axial,mixed,bias", "--out", str(tmp_path)]
-    assert main(command) == 0
+def test_diverged_probe_leaves_its_encoding_out(tmp_path: Path, run: Run) -> None:
+    command = [*PROBES, "--encodings", "axial,mixed,bias", "--out", tmp_path]
+    assert run(*command)[0] == 0
     files = {path: json.loads(path.read_text()) for path in (tmp_path / "probes").iterdir()}
     [(path, content)] = [
         (path, each) for path, each in files.items() if (each["encoding"], each["ability"]) == ("mixed", "ring")
     ]
     path.write_text(json.dumps(content | {"scores": content["scores"] | {"trained": float("nan")}}))
-    assert main(command) == 0
+    assert run(*command)[0] == 0
     result = json.loads((tmp_path / "probes.json").read_text())
     assert {row["name"] for row in result["findings"]["tables"][0]["rows"]} == {"axial", "bias"}
     assert any("is left out: its training diverged (ring, seed 0)" in reason for reason in result["left_out"])
     for path, content in files.items():
         path.write_text(json.dumps(content | {"scores": content["scores"] | {"trained": float("-inf")}}))
-    capsys.readouterr()
-    assert main(command) == 2
-    assert "none of the encodings can be probed: " in capsys.readouterr().err
+    status, _, error = run(*command)
+    assert status == 2
+    assert "none of the encodings can be probed: " in error
 
 
 def test_leads_are_paired_by_seed_and_have_simultaneous_intervals() -> None:
@@ -187,26 +184,8 @@ def test_leads_are_paired_by_seed_and_have_simultaneous_intervals() -> None:
 
 
 @pytest.mark.parametrize("axes", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_other_numbers_of_axes_have_the_abilities_they_allow(tmp_path: Path, axes: int) -> None:
-    options = ["--probes.axes", str(axes), "--encodings", "axial", "--out", str(tmp_path)]
-    assert main(["study", "probes", *QUICK, *options]) == 0
+def test_other_numbers_of_axes_have_the_abilities_they_allow(tmp_path: Path, axes: int, run: Run) -> None:
+    assert run(*PROBES, "--probes.axes", axes, "--encodings", "axial", "--out", tmp_path)[0] == 0
     [table, *_] = json.loads((tmp_path / "probes.json").read_text())["findings"]["tables"]
     assert ("diagonal" in table["rows"][0]) == (axes > 1)
     assert "far" in table["rows"][0]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--probes.axes", "1", "--probes.abilities", "far,ring"], "ring needs 2 axes or more, got --probes.axes 1"),
-        (["--probes.abilities", "nothing"], "abilities"),
-        (["--encodings", "nd"], "none of the encodings can be probed"),
-    ],
-)
-def test_refusals_are_one_line(
-    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["study", "probes", *QUICK, *options, "--out", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1

@@ -10,7 +10,6 @@ import torch
 from labs import SMALL, kept, lab, rows_of
 
 from torchrope.models import Swin, ViT
-from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.data_config import data_config
 from torchrope_lab.engine.other_sizes import adaptations, extended_for, fixed_position_range, rescaled_for
@@ -109,14 +108,6 @@ def test_sizes_invalid_are_refused_before_training(tmp_path: Path, sizes: list[i
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
-def test_sizes_are_for_this_study_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["study", "accuracy", "--sizes", "16", "--out", str(tmp_path / "out")]) == 2
-    assert "--sizes is for the studies resolution, got accuracy" in capsys.readouterr().err
-    assert main(["study", "resolution", "--sizes", "16,0", "--out", str(tmp_path / "out")]) == 2
-    assert "--sizes[1] must be 1 or more, got 0" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def vit(encoding: str, **settings: Any) -> ViT:
     data = make_data(data_config())
     model = build_model(encoding, ModelConfig(**{"patch_size": [2], "pool": "mean", **SMALL, **settings}), data)
@@ -153,10 +144,6 @@ def test_rescaling_at_larger_sizes_is_interpolation(encoding: str, pool: str) ->
 
 def test_only_lattices_of_a_fixed_range_are_rescaled() -> None:
     ends = {
-        name: fixed_position_range(vit(name), (8, 8))
-        for name in ("comrope-ap:4", "liere", "dinov3", "mixed", "axial", "none")
-    }
-    assert ends == {
         "comrope-ap:4": "[0, 1]",
         "liere": "[0, 1]",
         "dinov3": "[-1, 1]",
@@ -164,6 +151,7 @@ def test_only_lattices_of_a_fixed_range_are_rescaled() -> None:
         "axial": None,
         "none": None,
     }
+    assert {name: fixed_position_range(vit(name), (8, 8)) for name in ends} == ends
     assert fixed_position_range(vit("comrope-ld", spacing=[0.5]), (8, 8)) is None  # where the user has put them
     assert fixed_position_range(vit("comrope-ld", jitter=1.0), (8, 8)) == "[0, 1]"
     jittered, still = (rescaled_for(vit("comrope-ld", jitter=jitter), (16, 16))[0] for jitter in (1.0, 0.0))

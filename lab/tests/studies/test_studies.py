@@ -11,10 +11,12 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import labs
 import pytest
+from labs import QUIET
+from labs import Run as RunCommand
 from rich.console import Console
 
-from torchrope_lab.cli import main
 from torchrope_lab.data.data_config import data_config
 from torchrope_lab.engine import runs
 from torchrope_lab.engine.dry_run import NotTrained
@@ -26,27 +28,14 @@ from torchrope_lab.engine.study import Lab, facts_of, find_study, run_study
 from torchrope_lab.report.chapters import run_facts
 from torchrope_lab.results import Column, Findings, Table
 from torchrope_lab.settings.run_config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
-from torchrope_lab.settings.study_config import StudyConfig
 from torchrope_lab.studies.shuffle import shuffled
 
-QUIET = Console(file=StringIO())
-
-
-def config(out: Path, **settings: object) -> StudyConfig:
-    return StudyConfig(
-        **{
-            "data": data_config(train_size=60, val_size=20),
-            "model": ModelConfig(dim=8, depth=1, num_heads=1, mlp_dim=8, patch_size=[4], pool="mean"),
-            "optim": OptimConfig(epochs=1, warmup_epochs=0),
-            "seeds": 1,
-            "out": str(out),
-            **settings,
-        }
-    )
-
-
-def lab(out: Path, **settings: object) -> Lab:
-    return Lab(config(out, **settings), ("none", "mixed"), QUIET)
+SMALL: dict[str, Any] = {
+    "data": data_config(train_size=60, val_size=20),
+    "model": ModelConfig(dim=8, depth=1, num_heads=1, mlp_dim=8, patch_size=[4], pool="mean"),
+}
+config = partial(labs.settings, **SMALL)
+lab = partial(labs.lab, **SMALL)
 
 
 def stamps(out: Path) -> dict[str, int]:
@@ -83,23 +72,12 @@ def test_run_key_depends_on_settings_that_change_results(changed: dict) -> None:
     assert Run(replace(RunConfig(), **changed)).name != Run(RunConfig()).name
 
 
-def test_run_key_is_that_of_equal_settings() -> None:
-    """A recipe or a file may write 1 where the command line gives 1.0."""
-    keys = [
-        Run(RunConfig(data=data_config(), optim=OptimConfig(epochs=2, warmup_epochs=one, train_sizes=[8]))).key
-        for one in (1, 1.0)
-    ]
-    assert keys[0] == keys[1]
-
-
 def test_initial_run_is_trained_first_and_is_part_of_the_run(tmp_path: Path) -> None:
     here = lab(tmp_path)
     start = here.run("learned")
     tuned = here.run("learned+mixed", optim={"lr": 1e-4}, after=start)
-    assert [[run.encoding for run in each] for each in dependency_rounds([tuned, start, tuned])] == [
-        ["learned"],
-        ["learned+mixed"],
-    ]
+    rounds = [[run.encoding for run in each] for each in dependency_rounds([tuned, start, tuned])]
+    assert rounds == [["learned"], ["learned+mixed"]]
     [trained] = here.train([tuned])
     assert len(stamps(tmp_path)) == 2
     assert trained.run.key != here.run("learned+mixed", optim={"lr": 1e-4}).key
@@ -259,16 +237,6 @@ def test_study_on_a_machine_without_slurm_names_its_own_option(tmp_path: Path, m
         here.train([here.run("none")])
 
 
-@pytest.mark.slow
-def test_runs_in_other_processes_learn_the_same(tmp_path: Path) -> None:
-    here, there = lab(tmp_path / "here"), lab(tmp_path / "there", parallel=2)
-    names = ["none", "mixed"]
-    one, other = (each.train([each.run(name) for name in names]) for each in (here, there))
-    for mine, theirs in zip(one, other, strict=True):
-        assert mine.labels == theirs.labels
-        assert mine.val_loss == pytest.approx(theirs.val_loss, rel=1e-5)
-
-
 def test_slurm_without_submitit_raises_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "submitit", None)
     here = lab(tmp_path, slurm="partition=gpu,time=5")
@@ -296,19 +264,10 @@ def test_study_writes_what_it_found(tmp_path: Path) -> None:
     assert written["run"]["config"]["encodings"][0] == "none"
 
 
-def test_list_names_every_study_with_its_question(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["study", "--list"]) == 0
-    printed = capsys.readouterr().out
+def test_list_names_every_study_with_its_question(run: RunCommand) -> None:
+    status, printed, _ = run("study", "--list")
+    assert status == 0
     assert all(f"{name}\n  {study.question}\n" in printed for name, study in STUDIES.items())
-
-
-def test_studies_exist_with_a_question() -> None:
-    for name in STUDIES:
-        study = find_study(name)
-        assert callable(study.find)
-        assert study.question.endswith("?")
-    with pytest.raises(ValueError, match="studies are accuracy"):
-        find_study("nothing")
 
 
 def test_published_cells_are_read_as_printed() -> None:
@@ -361,6 +320,13 @@ def test_files_that_a_run_could_not_read_are_listed(tmp_path: Path) -> None:
     assert later.skipped == {"a.png": "truncated"}
 
 
+def test_key_is_of_equal_settings() -> None:
+    """A recipe or a file may write 1 where the command line gives 1.0."""
+    optims = [OptimConfig(epochs=2, warmup_epochs=one, train_sizes=[8]) for one in (1, 1.0)]
+    keys = [Run(RunConfig(data=data_config(), optim=optim)).key for optim in optims]
+    assert keys[0] == keys[1]
+
+
 def test_key_is_of_resolved_settings() -> None:
     def key(**data: object) -> str:
         return Run(RunConfig("liere:8", seed=1, data=data_config(**data))).key
@@ -402,40 +368,23 @@ NOTHING = "No model is significantly better than always predicting"
         pytest.param("study attention --encodings mixed", "All runs diverged.", marks=pytest.mark.slow),
     ],
 )
-def test_runs_that_diverge_are_a_result(
-    command: str, answer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = command.split()
+def test_runs_that_diverge_are_a_result(command: str, answer: str, tmp_path: Path, run: RunCommand) -> None:
     for _ in range(2):  # finished runs are read again
-        assert main([*words, *DIVERGING.split(), "--out", str(tmp_path)]) == 0, capsys.readouterr().err
-        assert answer in capsys.readouterr().out
+        status, printed, error = run(*command.split(), *DIVERGING.split(), "--out", tmp_path)
+        assert status == 0, error
+        assert answer in printed
 
 
-def test_options_that_a_study_of_formulas_ignores_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for options, setting in (
-        ("complexity --seeds 7", "seeds"),
-        ("fourier --data digits", "data"),
-        ("fourier,complexity --epochs 7", "epochs"),
-    ):
-        assert main(["study", *options.split(), "--out", str(tmp_path)]) == 2
-        error = capsys.readouterr().err
-        assert f"--{setting}" in error
-        assert "is for a study that trains on data" in error
-        assert error.count("\n") == 1
-
-
-def test_encodings_measured_instead_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_encodings_measured_instead_are_named(tmp_path: Path) -> None:
     here = lab(tmp_path, encodings=["axial"])
     for name, instead in (("capacity", "liere"), ("sharing", "mixed")):
         assert instead in find_study(name).find.arms(here)  # type: ignore[union-attr]
         assert any(reason.startswith("Measured instead: ") and instead in reason for reason in here.left_out)
 
 
-def test_evaluation_of_a_run_that_diverged_is_json(tmp_path: Path) -> None:
-    options = [*DIVERGING.replace("--seeds 1", "--epochs 3 --run.on_nan ignore").split(), "--out", str(tmp_path)]
-    assert main(["train", "--encoding", "mixed", *options]) == 0
-    assert main(["evaluate", str(tmp_path)]) == 0
+def test_evaluation_of_a_run_that_diverged_is_json(tmp_path: Path, run: RunCommand) -> None:
+    options = DIVERGING.replace("--seeds 1", "--epochs 3 --run.on_nan ignore").split()
+    assert run("train", "--encoding", "mixed", *options, "--out", tmp_path)[0] == 0
+    assert run("evaluate", tmp_path)[0] == 0
     measures = json.loads((tmp_path / "evaluation.json").read_text(), parse_constant=pytest.fail)
     assert measures["val_loss"] is None

@@ -97,9 +97,8 @@ def test_basis_of_its_own_changes_nothing() -> None:
     string.frequencies.data.copy_(mixed.frequencies)
     one, other = (on_lattice(each, (4, 5)) for each in (mixed, string))
     for head in range(2):
-        torch.testing.assert_close(
-            transform(one.blocks[head], 16), transform(other.blocks[head], 16), rtol=0, atol=1e-6
-        )
+        expected = transform(one.blocks[head], 16)
+        torch.testing.assert_close(transform(other.blocks[head], 16), expected, rtol=0, atol=1e-6)
         assert best_fit(one.functions[head])[1] == best_fit(other.functions[head])[1]
 
 
@@ -138,12 +137,8 @@ def test_unrotated_channels_add_a_constant() -> None:
 
 
 def test_sharpness_of_a_point_and_of_a_plain() -> None:
-    assert sharpness(torch.eye(12, dtype=torch.float64), (3, 4)) == {
-        "peak": 1.0,
-        "outside": 0.0,
-        "lines": 0.0,
-        "width": 0.0,
-    }
+    point = sharpness(torch.eye(12, dtype=torch.float64), (3, 4))
+    assert point == {"peak": 1.0, "outside": 0.0, "lines": 0.0, "width": 0.0}
     plain = sharpness(torch.full((9, 9), 1 / 9, dtype=torch.float64), (3, 3))
     assert plain["outside"] == pytest.approx(8 / 9)
     assert plain["lines"] == pytest.approx(4 / 8)

@@ -89,10 +89,8 @@ def test_shuffling_trains_what_accuracy_trains(out: Path) -> None:
 
 def test_frames_are_shuffled_where_there_is_time(out: Path) -> None:
     found = kept(shuffle.find(moving(out, "none", "mixed")))
-    assert [table["title"] for table in found["tables"]] == [
-        "Top-1 with patches shuffled",
-        "Top-1 with frames shuffled",
-    ]
+    titles = [table["title"] for table in found["tables"]]
+    assert titles == ["Top-1 with patches shuffled", "Top-1 with frames shuffled"]
     for table in found["tables"]:
         none = next(row for row in table["rows"] if row["name"] == "none")
         assert none["before"] == none["after"]
@@ -132,25 +130,14 @@ def test_resolution_trains_the_runs_of_accuracy_and_names_additional_ones(out: P
     shared = {here.run(name).name for name in here.encodings}
     own = [path for path in out.glob("runs/*/config.yaml") if "jitter: 1.0" in path.read_text()]
     assert shared <= runs(out)
-    assert {path.parent.name.split("-seed")[0] for path in own} == {
-        "digits-mixed",
-        "digits-liere-8",
-        "digits-learned-and-mixed",
-    }
+    names = {path.parent.name.split("-seed")[0] for path in own}
+    assert names == {"digits-mixed", "digits-liere-8", "digits-learned-and-mixed"}
 
 
 def test_resolution_compares_each_change_with_the_encoding_without_it(sized: dict[str, Any]) -> None:
     main, *others = sized["tables"]
-    assert [column["title"] for column in main["columns"][2:]] == [
-        "4 × 4",
-        "6 × 6",
-        "8 × 8",
-        "10 × 10",
-        "12 × 12",
-        "16 × 16",
-        "Largest minus training size",
-        "Verdict",
-    ]
+    sizes = [f"{side} × {side}" for side in (4, 6, 8, 10, 12, 16)]
+    assert [column["title"] for column in main["columns"][2:]] == [*sizes, "Largest minus training size", "Verdict"]
     assert {table["title"] for table in others} == {
         "Effect of a second stage",
         "Effect of training across mixed sizes",
@@ -190,26 +177,14 @@ def learned(out: Path) -> dict[str, Any]:
 
 def test_generators_separates_commuting_families(learned: dict[str, Any]) -> None:
     rows = {row["name"]: row for row in learned["tables"][0]["rows"]}
-    assert {name: row["apart"] > 1e-9 for name, row in rows.items()} == {
-        "mixed": False,
-        "liere:8": True,
-        "comrope-ap:4": False,
-        "comrope-ld": False,
-    }
-    assert {name: row["block"] for name, row in rows.items()} == {
-        "mixed": 2,
-        "liere:8": 8,
-        "comrope-ap:4": 4,
-        "comrope-ld": 8,
-    }
-    assert all(row["apart_start"] <= 1e-9 for name, row in rows.items() if name != "liere:8")
+    blocks = {name: row["block"] for name, row in rows.items()}
+    assert blocks == {"mixed": 2, "liere:8": 8, "comrope-ap:4": 4, "comrope-ld": 8}
+    commuting = {*rows} - {"liere:8"}
+    assert {name for name, row in rows.items() if row["apart"] <= 1e-9} == commuting
+    assert all(rows[name]["apart_start"] <= 1e-9 for name in commuting)
     assert "learned is left out: it has no learned generators." in learned["lab"].left_out
     assert "the distance from commuting" in learned["answer"]
-    assert {name for name, row in rows.items() if row["verdict"] == "commutes"} == {
-        "mixed",
-        "comrope-ap:4",
-        "comrope-ld",
-    }
+    assert {name for name, row in rows.items() if row["verdict"] == "commutes"} == commuting
     for row in rows.values():
         assert row["end_low"] <= row["end"] <= row["end_high"]
     assert rows["mixed"]["patch"] == pytest.approx(rows["mixed"]["end"])  # its unit is the patch
@@ -300,9 +275,7 @@ def test_attention_is_measured_by_layer_at_each_size(out: Path) -> None:
     found = kept(attention.find(lab(out, "none", "learned", "mixed")))
     [table] = found["tables"]
     assert [(row["name"], row["size"]) for row in table["rows"][::3]] == [
-        ("none", "4 × 4"),
-        ("none", "8 × 8"),
-        ("none", "14 × 14"),
+        ("none", f"{side} × {side}") for side in (4, 8, 14)
     ]
     for row in table["rows"]:
         assert 0 < row["front"] < 100  # the class token

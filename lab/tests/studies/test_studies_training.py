@@ -3,12 +3,11 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 
+import labs
 import numpy as np
 import pytest
-from rich.console import Console
 
 from torchrope_lab.conclusion import Interval
 from torchrope_lab.data.data_config import data_config
@@ -26,37 +25,33 @@ from torchrope_lab.engine.estimates import (
 from torchrope_lab.engine.grid import Factor, Results, slopes, train_cells
 from torchrope_lab.engine.long_table import Cell, RightOrWrong, change_sentence, row_of
 from torchrope_lab.engine.reference import mixed_counterparts
-from torchrope_lab.engine.registry import STUDIES, check_supported
 from torchrope_lab.engine.runs import Run, Trained
 from torchrope_lab.engine.study import Lab, find_study
 from torchrope_lab.results import Findings, Table
 from torchrope_lab.settings.run_config import ModelConfig, OptimConfig
-from torchrope_lab.settings.study_config import StudyConfig
 from torchrope_lab.statistics import conclude
 
-QUIET = Console(file=StringIO())
 EXAMPLES = 200
-Hits = Callable[[Run], float]
+Told = Callable[[Run], float | Trained]
 
 
 class FakeLab(Lab):
-    """Asks for runs as the lab does; what they get right is told by a function of the run."""
+    """Asks for runs as the lab does; a function of the run tells how much it gets right, or all that it has learned."""
 
-    def __init__(self, hits: Hits, encodings: Sequence[str] = (), **settings: object) -> None:
+    def __init__(self, told: Told, encodings: Sequence[str] = (), **changes: object) -> None:
         given = {
             "data": data_config(train_size=100, val_size=20),
             "model": ModelConfig(dim=32, depth=1, num_heads=2, mlp_dim=8, patch_size=[4], pool="mean"),
             "optim": OptimConfig(epochs=8, warmup_epochs=1),
-            "seeds": 1,
-            "out": "nowhere",
         }
-        super().__init__(StudyConfig(**{**given, **settings}), encodings, QUIET)
-        self.hits = hits
+        super().__init__(labs.settings(Path("nowhere"), **{**given, **changes}), encodings, labs.QUIET)
+        self.told = told
         self.asked: list[Run] = []
 
     def train(self, runs: Sequence[Run], *_: object, **__: object) -> list[Trained]:
         self.asked += runs
-        return [faked(run, self.hits(run)) for run in runs]
+        told = [(run, self.told(run)) for run in runs]
+        return [answer if isinstance(answer, Trained) else faked(run, answer) for run, answer in told]
 
 
 def faked(run: Run, share: float) -> Trained:
@@ -68,9 +63,9 @@ def faked(run: Run, share: float) -> Trained:
     return Trained(run, Path("nowhere"), labels.tolist(), predicted.tolist(), 1.0, curve, float(epochs))
 
 
-def found(name: str, hits: Hits, encodings: Sequence[str] = (), **settings: object) -> tuple[Findings, FakeLab]:
+def found(name: str, told: Told, encodings: Sequence[str] = (), **settings: object) -> tuple[Findings, FakeLab]:
     study = find_study(name)
-    lab = FakeLab(hits, encodings or study.encodings, **settings)
+    lab = FakeLab(told, encodings or study.encodings, **settings)
     findings = study.find(lab)
     assert findings.plain() == json.loads(json.dumps(findings.plain(), allow_nan=False))
     return findings, lab
@@ -241,17 +236,13 @@ class TestDataEfficiency:
         assert "learned, is not significantly better than always predicting" in findings.answer
 
     @pytest.mark.slow
-    def test_encoding_equal_to_the_reference_seldom_needs_less(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_encoding_equal_to_the_reference_seldom_needs_less(self) -> None:
         """With three seeds and the model of docs/statistics.md, on a learning curve that rises."""
         random = np.random.default_rng(0)
 
         def verdict(lead: float, examples: int = 4000) -> str:
-            lab = FakeLab(lambda run: 0.5, ["axial"], seeds=3)
             easy = random.standard_normal(examples) * 0.75**0.5
             shared: dict[str, np.ndarray] = {}
-
-            def train(runs: Sequence[Run], *_: object, **__: object) -> list[Trained]:
-                return [simulated(run) for run in runs]
 
             def simulated(run: Run) -> Trained:
                 share = (run.config.data.train_size or 100) / 100
@@ -262,9 +253,8 @@ class TestDataEfficiency:
                 predicted = np.where(right, labels, labels + 1)
                 return replace(faked(run, 0.5), labels=labels.tolist(), predicted=predicted.tolist())
 
-            monkeypatch.setattr(lab, "train", train)
-            rows = titled(find_study("data-efficiency").find(lab), "Data needed").rows
-            return next(str(row["verdict"]) for row in rows if row["name"] == "axial")
+            findings, _ = found("data-efficiency", simulated, ["axial"], seeds=3)
+            return str(by(titled(findings, "Data needed"), "name")[("axial",)]["verdict"])
 
         assert [verdict(lead=0.0) for _ in range(25)].count("needs less") <= 1
         assert [verdict(lead=0.5) for _ in range(4)] == ["needs less"] * 4
@@ -273,21 +263,17 @@ class TestDataEfficiency:
         _, lab = found("data-efficiency", lambda run: 0.5, ["mixed"], data=data_config(val_size=20))
         assert shared_with_accuracy(lab) == ["learned", "mixed"]
 
-    def test_best_epoch_is_beside_the_last(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        lab = FakeLab(self.hits, ["mixed", "axial"])
-
-        def falling(runs: Sequence[Run], *_: object, **__: object) -> list[Trained]:
-            trained = [faked(run, self.hits(run)) for run in runs]
-            for each in trained:
-                peak = 0.6 + 0.1 * each.run.seed
-                each.curve = [{**row, "val_top1": peak if row["epoch"] == 2 else 0.5} for row in each.curve]
+    def test_best_epoch_is_beside_the_last(self) -> None:
+        def falling(run: Run) -> Trained:
+            trained = faked(run, self.hits(run))
+            peak = 0.6 + 0.1 * run.seed
+            trained.curve = [{**row, "val_top1": peak if row["epoch"] == 2 else 0.5} for row in trained.curve]
             return trained
 
-        monkeypatch.setattr(lab, "train", falling)
-        rows = by(titled(find_study("data-efficiency").find(lab), "Top-1"), "name", "share")
-        row, seeds = rows[("mixed", 100)], range(len(lab.seeds))
+        findings, lab = found("data-efficiency", falling, ["mixed", "axial"])
+        row = by(titled(findings, "Top-1"), "name", "share")[("mixed", 100)]
         assert row["top1"] == pytest.approx(90)
-        assert row["best_epoch"] == pytest.approx(100 * (0.6 + 0.1 * np.mean(seeds)))
+        assert row["best_epoch"] == pytest.approx(100 * (0.6 + 0.1 * np.mean(lab.seeds)))
 
     def test_lead_that_shrinks_with_data_rises_with_halvings(self) -> None:
         findings, _ = found("data-efficiency", self.hits, ["mixed"])
@@ -342,17 +328,13 @@ class TestTrainingEfficiency:
         assert both["epochs"] == pytest.approx(alone["epochs"])
         assert both["epochs_high"] - both["epochs_low"] > 2 * (alone["epochs_high"] - alone["epochs_low"])
 
-    def test_learned_curve_that_peaks_early_takes_the_papers_factor_apart(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def flat(run: Run, share: float) -> Trained:
-            trained = faked(run, share)
-            trained.curve = [{**row, "val_top1": share * min(1.0, row["epoch"] / 2)} for row in trained.curve]
+    def test_learned_curve_that_peaks_early_takes_the_papers_factor_apart(self) -> None:
+        def flat(run: Run) -> Trained:
+            trained = faked(run, 0.4)
+            trained.curve = [{**row, "val_top1": 0.4 * min(1.0, row["epoch"] / 2)} for row in trained.curve]
             return trained
 
-        lab = FakeLab(lambda run: 0.4, ["mixed"])
-        monkeypatch.setattr(lab, "train", lambda runs, *_, **__: [flat(run, 0.4) for run in runs])
-        row = find_study("training-efficiency").find(lab).tables[0].rows[1]
+        [_, row] = found("training-efficiency", flat, ["mixed"])[0].tables[0].rows
         assert row["factor"] == pytest.approx(4)
         assert row["sooner"] == pytest.approx(1)
 
@@ -471,10 +453,8 @@ class TestModelSize:
         lead = by(titled(findings, "Slope of the lead"), "name")
         assert lead[("mixed",)]["trend"] == pytest.approx(10)
         assert lead[("axial",)]["verdict"] == "not significant"
-        assert {row["verdict"] for row in titled(findings, "Top-1").rows if row["name"] == "mixed"} == {
-            "not significantly different",
-            "best (provisional)",
-        }
+        verdicts = {row["verdict"] for row in titled(findings, "Top-1").rows if row["name"] == "mixed"}
+        assert verdicts == {"not significantly different", "best (provisional)"}
         assert "raises the lead over a learned absolute encoding in 1 of 2 cases" in findings.answer
 
 
@@ -538,16 +518,10 @@ class TestReference:
     @pytest.mark.parametrize("name", WITH_REFERENCE)
     def test_reference_the_model_lacks_is_refused_before_training(self, name: str) -> None:
         lab = FakeLab(self.hits, ["mixed"], reference="liere:5")
-        with pytest.raises(
-            ValueError, match=r"^--reference must be an encoding that the model supports, got liere:5: "
-        ):
+        rule = "^--reference must be an encoding that the model supports, got liere:5: "
+        with pytest.raises(ValueError, match=rule):
             find_study(name).find(lab)
         assert not lab.asked
-
-    def test_reference_is_refused_by_studies_without_one(self) -> None:
-        check_supported([STUDIES["sharing"], STUDIES["accuracy"]], "reference")
-        with pytest.raises(ValueError, match=r"^reference is for the studies accuracy, .*, got sharing, pooling$"):
-            check_supported([STUDIES["sharing"], STUDIES["pooling"]], "reference")
 
 
 class TestAgainstMixed:
@@ -555,21 +529,16 @@ class TestAgainstMixed:
 
     def test_mixed_counterparts_share_the_other_parts(self) -> None:
         names = ["none", "axial", "mixed", "liere:8", "mixed+learned", "learned+string", "bias+liere", "comrope-ap:2"]
-        assert mixed_counterparts(names) == {
-            "liere:8": "mixed",
-            "learned+string": "mixed+learned",
-            "comrope-ap:2": "mixed",
-        }
+        counterparts = {"liere:8": "mixed", "learned+string": "mixed+learned", "comrope-ap:2": "mixed"}
+        assert mixed_counterparts(names) == counterparts
         assert mixed_counterparts(["axial", "liere"]) == {}
 
     @pytest.mark.parametrize("name", ["accuracy", "data-efficiency", "model-size"])
     def test_differences_are_paired(self, name: str) -> None:
         findings, _ = found(name, self.hits, ["learned", "mixed", "liere", "string"])
         rows = titled(findings, "Ahead of RoPE-Mixed").rows
-        assert {(row["name"], round(row["change"]), row["verdict"]) for row in rows} == {
-            ("liere", 10, "better"),
-            ("string", -5, "worse"),
-        }
+        changes = {(row["name"], round(row["change"]), row["verdict"]) for row in rows}
+        assert changes == {("liere", 10, "better"), ("string", -5, "worse")}
 
     def test_times_are_compared_where_both_reach_the_end(self) -> None:
         findings, _ = found("training-efficiency", self.hits, ["mixed", "liere", "string"])
@@ -589,7 +558,7 @@ class TestAgainstMixed:
 
 
 class TestTrainingLoss:
-    def test_train_loss_is_of_the_last_epoch_over_seeds(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_train_loss_is_of_the_last_epoch_over_seeds(self) -> None:
         def with_losses(run: Run) -> Trained:
             trained = faked(run, 0.5)
             last = float("nan") if run.encoding == "liere" else 1.0 + run.seed
@@ -597,9 +566,7 @@ class TestTrainingLoss:
             trained.curve.append({"epoch": 8, "val_top1": 0.5, "seconds": 1.0, "train_loss": last})
             return trained
 
-        lab = FakeLab(lambda run: 0.5, ["mixed", "liere"], seeds=2)
-        monkeypatch.setattr(lab, "train", lambda runs, *_, **__: [with_losses(run) for run in runs])
-        table = find_study("accuracy").find(lab).tables[0]
+        table = found("accuracy", with_losses, ["mixed", "liere"], seeds=2)[0].tables[0]
         rows = by(table, "name")
         assert rows[("mixed",)]["train_loss"] == pytest.approx(1.5)
         assert rows[("mixed",)]["train_spread"] == pytest.approx(0.5**0.5)
@@ -624,18 +591,14 @@ class TestPooling:
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Lab]:
-    out = tmp_path_factory.mktemp("studies")
-    config = StudyConfig(
+    lab = labs.lab(
+        tmp_path_factory.mktemp("studies"),
+        *("none", "axial", "learned+mixed", "liere:8", "sinusoidal"),
         data=data_config(train_size=200, val_size=60),
         model=ModelConfig(dim=16, depth=1, num_heads=1, mlp_dim=16, patch_size=[2], pool="mean"),
         optim=OptimConfig(epochs=5, warmup_epochs=1, lr=5e-3),
-        seeds=1,
-        out=str(out),
     )
-    study = find_study("finetune")
-    encodings = ("none", "axial", "learned+mixed", "liere:8", "sinusoidal")
-    lab = Lab(config, encodings, QUIET)
-    return study.find(lab), lab
+    return find_study("finetune").find(lab), lab
 
 
 class TestFinetune:

@@ -1,6 +1,7 @@
-"""Labs of tiny models on a few digits, and findings as the report reads them."""
+"""Labs and commands of tiny models on a few digits, and findings as the report reads them."""
 
 import json
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,15 @@ from torchrope_lab.settings.study_config import StudyConfig
 
 SMALL: dict[str, Any] = dict(dim=16, depth=1, num_heads=2, mlp_dim=16)
 QUIET = Console(file=StringIO())
+OPTIONS = [
+    *("--epochs=1", "--optim.warmup_epochs=0", "--data.train_size=80", "--data.val_size=40", "--model.patch_size=[2]"),
+    *("--model.dim=16", "--model.depth=1", "--model.num_heads=1", "--model.mlp_dim=16"),
+]
+Run = Callable[..., tuple[int, str, str]]
 
 
-def lab(out: Path, *encodings: str, **settings: Any) -> Lab:
-    """A lab of one seed and one epoch, with some settings replaced."""
+def settings(out: Path, *encodings: str, **changes: Any) -> StudyConfig:
+    """Settings of one seed and one epoch, with some replaced."""
     given = {
         "data": data_config(train_size=60, val_size=40),
         "model": ModelConfig(patch_size=[2], **SMALL),
@@ -27,7 +33,12 @@ def lab(out: Path, *encodings: str, **settings: Any) -> Lab:
         "seeds": 1,
         "out": str(out),
     }
-    return Lab(StudyConfig(**{**given, **settings}), (), QUIET)
+    return StudyConfig(**{**given, **changes})
+
+
+def lab(out: Path, *encodings: str, **changes: Any) -> Lab:
+    """A lab with these settings."""
+    return Lab(settings(out, *encodings, **changes), (), QUIET)
 
 
 def kept(findings: Findings) -> dict[str, Any]:
