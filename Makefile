@@ -1,4 +1,4 @@
-# make demo   moving digits: a learned table against rotary encodings, five minutes
+# make demo   moving digits: a learned table against rotary encodings, five to ten minutes on two cores
 # make check  lint, types, architecture
 # make test   the tests                                make slow    those that take long, and sanitize
 # make sanitize  the kernels for CPUs under AddressSanitizer and UndefinedBehaviorSanitizer

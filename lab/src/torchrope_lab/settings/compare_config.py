@@ -7,7 +7,7 @@ from torchrope_lab.mistakes import Mistake
 from torchrope_lab.schema import DISTINCT, OpenUnit, PositiveFloat
 from torchrope_lab.settings.study_config import LabConfig, fitting
 
-ENCODINGS = ["none", "learned", "axial", "mixed", "liere:8", "liere", "comrope-ap", "comrope-ld"]
+ENCODINGS = ["none", "learned", "axial", "golden", "mixed", "string", "comrope-ld", "liere:8"]
 SCALES = [0.5, 0.75, 1.0, 1.25, 1.5, 2.0]
 
 
@@ -16,8 +16,8 @@ class CompareConfig(LabConfig):
     """Settings of a comparison, which trains the same model once per encoding and seed.
 
     Attributes:
-        encodings: Names as in learned,mixed,liere:8. The default list has sinusoidal instead of learned for data
-            without a lattice.
+        encodings: Names as in learned,mixed,liere:8; by default those of the leaderboard, with sinusoidal instead of
+            learned for data without a lattice.
         scales: Input sizes to evaluate at, as multiples of the training size.
         margin: Accuracy differences up to this fraction count as irrelevant; 0.01 is one percentage point.
         out: Output folder; studies share its runs.
