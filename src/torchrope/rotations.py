@@ -351,15 +351,10 @@ class GivenAngles(Planar):
     given: Tensor
 
     def rotate_vectors(self, x: QueriesKeys) -> tuple[Tensor, Tensor]:
-        if self._table is None:
-            return dispatch.rotate_by_angles(x, self.given, self.interleaved)
-        return super().rotate_vectors(x)
+        return dispatch.rotate_by_angles(x, self.given, self._table, self.interleaved)
 
     def _fits(self) -> bool:
-        *batch, tokens, _ = self.positions.shape
-        _, heads, pairs = self.frequencies.shape
-        fits = self.given.shape == (*batch, heads, tokens, pairs) and 2 * pairs <= self.head_dim
-        return fits and (self._table is None or super()._fits())
+        return planar_fits(self.given, self.frequencies, self._table, self.head_dim)
 
     @property
     def shape(self) -> tuple[int, ...]:

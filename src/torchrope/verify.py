@@ -56,7 +56,7 @@ class Step(NamedTuple):
 class Case(NamedTuple):
     """Vectors to rotate: a kernel must be right for few and for many that share a rotation, and loop over all of them.
 
-    In all heads of q share a rotation and those of k do not, which are two binaries.
+    It is another binary where heads of q or of k share a rotation, as many as k has.
 
     Attributes:
         name: For messages.
@@ -77,8 +77,8 @@ class Case(NamedTuple):
 
 CASES = (
     Case("few vectors", False, (3, 2), layout="bthd"),
-    Case("few vectors in one program", True, (8, 16)),
-    Case("positions of each sample", False, (3, 3), sets=(3,)),
+    Case("few vectors in one program", True, (8, 16), (2, 2)),
+    Case("positions of each sample", False, (3, 3), (2, 2), sets=(3,)),
     Case("many vectors in one program", True, (129, 257), (2, 1)),
 )
 LAYER = Case("a layer of a ViT-B", False, (32, 32), (12, 12))
@@ -102,7 +102,7 @@ def all_shapes() -> Iterator[Specialisation]:
     for dtype in DTYPES:
         for channels in (32, 48, 64, 72, 80, 96, 128):
             for halves in (False, True):
-                yield from _planar_shapes(dtype, channels, 0, halves, ("",))
+                yield from _planar_shapes(dtype, channels, 0, halves, ("", "positions"))
                 for axes in (1, 2, 3, 4):
                     yield from _planar_shapes(dtype, channels, axes, halves, of_planar)
             for b in (3, 4, 8, 16, 32, 64):
@@ -316,6 +316,7 @@ def _step(device: torch.device, shape: Specialisation, case: Case, dtype: torch.
     if shape.axes == 0:
         angles = draw(*case.sets, heads, tokens, shape.blocks)
         rotation_of = partial(from_angles, angles, head_dim=shape.channels)
+        leaves |= {"angles": angles} if shape.wanted else {}
     else:
         positions = draw(*case.sets, tokens, shape.axes) * (1 if shape.kernel == "rotate_planar" else 0.25)
         build: Any = {"rotate_block": LieRE, "rotate_basis": ComRoPELD}.get(shape.kernel, MixedRoPE)

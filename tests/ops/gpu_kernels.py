@@ -109,6 +109,8 @@ PLANAR: dict[str, dict[str, Any]] = {
     "one-token": dict(batch=1, heads=(2, 2), tokens=1, channels=8, axes=2, own=2, pairs=4),
     "no-token": dict(batch=2, heads=(2, 2), tokens=0, channels=8, axes=2, own=2, pairs=4),
     "no-sample": dict(batch=0, heads=(2, 2), tokens=3, channels=8, axes=2, own=2, pairs=4),
+    "angles-grouped-rest": dict(batch=3, heads=(4, 2), tokens=5, channels=9, axes=0, own=2, pairs=3),
+    "own-angles": dict(batch=3, heads=(1, 2), tokens=33, channels=64, axes=0, own=1, pairs=32, sets=3),
 }
 
 
@@ -119,11 +121,11 @@ def test_planar(case: str, halves: bool) -> None:
     sizes = {"sets": 1, "dtype": torch.float32} | PLANAR[case]
     q, k = vectors(*(sizes[name] for name in ("batch", "heads", "tokens", "channels", "dtype")))
     grads = normal(*q.shape, dtype=q.dtype), normal(*k.shape, dtype=k.dtype)
-    positions = normal(sizes["sets"], sizes["tokens"], sizes["axes"])
-    frequencies = normal(sizes["axes"], sizes["own"], sizes["pairs"])
+    of_tokens = (sizes["tokens"], sizes["axes"]) if sizes["axes"] else [sizes[x] for x in ("own", "tokens", "pairs")]
+    positions, frequencies = normal(sizes["sets"], *of_tokens), normal(sizes["axes"], sizes["own"], sizes["pairs"])
 
     def formula(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-        angles = torch.einsum("pta,ahi->phti", positions, frequencies)
+        angles = torch.einsum("pta,ahi->phti", positions, frequencies) if sizes["axes"] else positions
         return turn_pairs(q, spread(angles, q), halves), turn_pairs(k, spread(angles, k), halves)
 
     truth, slopes = gradients(formula, dict(q=q, k=k, positions=positions, frequencies=frequencies), grads)
@@ -140,18 +142,26 @@ def test_planar(case: str, halves: bool) -> None:
     assert_near(alone[0], slopes["q"], "gradient of q alone")
 
 
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # by numpy, in the interpreter
 @pytest.mark.parametrize("halves", [False, True])
-def test_planar_channel_that_is_not_rotated_has_no_part_in_gradients_to_angles(halves: bool) -> None:
-    (q, k), positions, frequencies = vectors(1, (1, 1), 2, 6), normal(1, 2, 1), normal(1, 1, 2)
-    q, k = q.clone(), k.clone()
+@pytest.mark.parametrize("axes", [0, 1])
+def test_planar_numbers_that_are_not_finite_stay_in_their_token_and_pair(axes: int, halves: bool) -> None:
+    """Those of a channel that is not rotated have no part in gradients to angles."""
+    (q, k), positions = (x.clone() for x in vectors(2, (2, 2), 3, 6)), normal(*((1, 3, 1) if axes else (1, 2, 3, 2)))
+    grads, given = (normal(*q.shape), normal(*k.shape)), (positions, normal(axes, 2, 2), None, not halves)
+
+    def run() -> list[Tensor]:
+        found = *gpu.rotate_planar(q, k, *given), *gpu.rotate_planar_backward(*grads, q, k, *given, (True, True))
+        return [x[..., :4] for x in found]
+
+    clean = run()
     q[..., 5], k[..., 4] = torch.nan, torch.inf
-    grads = normal(*q.shape), normal(*k.shape)
-    found = gpu.rotate_planar_backward(*grads, q, k, positions, frequencies, None, not halves, (True, True))
-    clean = gpu.rotate_planar_backward(
-        *grads, q.nan_to_num(0, 0), k.nan_to_num(0, 0), positions, frequencies, None, not halves, (True, True)
-    )
-    assert torch.equal(found[2], clean[2])
-    assert torch.equal(found[3], clean[3])
+    if axes == 0:
+        positions[0, 1, 2, 1] = torch.inf
+    for one, other in zip(run(), clean, strict=True):
+        bad = one[:, 1, 2].isnan().sum() if axes == 0 and one.numel() else 0
+        assert bad == one.isnan().sum() == (0 if axes or not one.numel() else 1 if one.shape[-1] == 2 else 4)
+        assert torch.equal(one[one.isfinite()], other[one.isfinite()])
 
 
 def test_planar_angles_are_accurate_far_from_the_origin() -> None:

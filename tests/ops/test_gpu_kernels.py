@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -21,24 +22,14 @@ def test_public_calls_equal_the_reference_and_stay_inside_their_tensors() -> Non
     run(CALLS, interpreted=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["planar", "block", "planes", "skew_exp", "basis"])
-def test_kernels_equal_float64(family: str) -> None:
-    run_kernels(of(family), "not slow")
+FAMILIES = [("planar", "not slow"), *product(("block", "planes", "skew_exp", "basis"), ("not slow", "slow"))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["planes", "block", "skew_exp", "basis"])
-def test_kernels_of_large_blocks_equal_float64(family: str) -> None:
-    run_kernels(of(family), "slow")
-
-
-def of(family: str) -> str:
-    return f"test_{family}_ or test_{family}["
-
-
-def run_kernels(names: str, cases: str) -> None:
-    run(KERNELS, "-k", names, "-m", cases, interpreted=not torch.cuda.is_available())
+@pytest.mark.parametrize(("family", "cases"), FAMILIES)
+def test_kernels_equal_float64(family: str, cases: str) -> None:
+    chosen = "-k", f"test_{family}_ or test_{family}[", "-m", cases
+    run(KERNELS, *chosen, interpreted=not torch.cuda.is_available())
 
 
 def run(file: Path, *selected: str, interpreted: bool) -> None:

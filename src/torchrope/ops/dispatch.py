@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from torchrope.ops import reference
 from torchrope.ops.backends import is_plain, refuse, takes_kernels
@@ -74,7 +73,7 @@ def rotate_planar(
     if narrow and positions.dtype == torch.float64 and table is None:  # within a turn, float32 holds the angles
         angles = reference.combine(positions, frequencies.to(positions.dtype))
         turns = (angles.detach() / (2 * math.pi)).round()
-        return rotate_by_angles(x, (angles - turns * (2 * math.pi)).float(), interleaved)
+        return rotate_by_angles(x, (angles - turns * (2 * math.pi)).float(), None, interleaved)
     learned = table is not None and table.requires_grad
     reason = "needs a table without requires_grad, got one that requires a gradient" if learned else None
     of_angles = positions.ndim - 2, positions, frequencies  # the table is computed from them
@@ -93,53 +92,17 @@ def _by_reference(x: QueriesKeys, cos: Tensor, sin: Tensor, interleaved: bool) -
     return _narrowed(x, x.widened(cos).separately(rotated, rotated))
 
 
-def rotate_by_angles(x: QueriesKeys, angles: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+def rotate_by_angles(x: QueriesKeys, angles: Tensor, table: Tensor | None, interleaved: bool) -> tuple[Tensor, Tensor]:
     """Rotate channel pairs by given angles `(*batch, heads or 1, tokens, pairs)`, as `rotate_planar` does."""
     if not angles.shape[-1]:
         return x[:2]
+    no_axes = angles.new_zeros(0, angles.shape[-3], angles.shape[-1])
+    if (kernel := _kernel("rotate_planar", x, angles.ndim - 3, angles, no_axes, halves=not interleaved)) is not None:
+        return _like(x, kernel(_flat(x.q), _flat(x.k), angles, no_axes, table, interleaved))
     with without_autocast(x.q):
-        kernel = _kernel("rotate_planar", x, angles.ndim - 3, angles, halves=not interleaved)
-        if kernel is None:
-            wide = angles.to(wide_dtype(x.q, x.k, angles))
-            return _by_reference(x, wide.cos(), wide.sin(), interleaved)
-        *batch, heads, tokens, pairs = angles.shape
-        table = torch.stack([angles.detach().cos(), angles.detach().sin()], dim=-2)
-        no_axes = angles.new_zeros(*batch, tokens, 0), angles.new_zeros(0, heads, pairs)
-        q, k = _like(x, kernel(_flat(x.q), _flat(x.k), *no_axes, table, interleaved))
-        return _Angles.apply(q, k, x.q.detach(), x.k.detach(), angles, interleaved) if angles.requires_grad else (q, k)
-
-
-class _Angles(torch.autograd.Function):
-    """Rotated q and k as they are, with the gradient of the angles:  dL/dφ = sum of dy^T J y,  J the quarter turn."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        rotated_q, rotated_k, q, k, angles, ctx.interleaved = inputs
-        ctx.save_for_backward(q, k, angles)
-        return rotated_q.view_as(rotated_q), rotated_k.view_as(rotated_k)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Any, ...]:
-        q, k, angles = ctx.saved_tensors
-        total = torch.zeros_like(angles)
-        for x, grad in ((q, grad_q), (k, grad_k)):
-            if x.shape[-3]:
-                first, second = _split_pairs(x.to(angles.dtype), angles.shape[-1], ctx.interleaved)
-                of_first, of_second = _split_pairs(grad.to(angles.dtype), angles.shape[-1], ctx.interleaved)
-                along, across = of_first * first + of_second * second, of_second * first - of_first * second
-                along, across = (
-                    part.unflatten(-3, (angles.shape[-3], -1)).sum(dim=-3).sum_to_size(angles.shape)
-                    for part in (along, across)
-                )
-                total = total + across * angles.cos() - along * angles.sin()
-        return grad_q, grad_k, None, None, total, None
-
-
-def _split_pairs(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    turned = x[..., : 2 * pairs]
-    first, second = turned.unflatten(-1, (pairs, 2)).unbind(-1) if interleaved else turned.chunk(2, dim=-1)
-    return first, second
+        wide = angles.to(wide_dtype(x.q, x.k, angles))
+        cos, sin = (wide.cos(), wide.sin()) if table is None else table.to(wide.dtype).unbind(-2)
+        return _by_reference(x, cos, sin, interleaved)
 
 
 def rotate_basis(

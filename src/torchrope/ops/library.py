@@ -26,7 +26,8 @@ _GRADIENTS = "Tensor grad_q, Tensor grad_k"
 
 SCHEMAS = {
     # q, k (batch, heads, tokens, head_dim), each with its own batch and heads; positions ([1 or batch,] tokens, axes),
-    # frequencies (axes, heads or 1, pairs), table ([1 or batch,] heads or 1, tokens, 2, pairs).
+    # frequencies (axes, heads or 1, pairs), table ([1 or batch,] heads or 1, tokens, 2, pairs); without axes, positions
+    # are the angles ([1 or batch,] heads or 1, tokens, pairs).
     "rotate_planar": f"({_PLANAR}) -> (Tensor, Tensor)",
     "rotate_planar_backward": f"({_GRADIENTS}, {_PLANAR}, bool[2] wanted) -> (Tensor, Tensor, Tensor, Tensor)",
     # factors (axes, heads, blocks), base and basis (heads, blocks, b, b), angular (heads, blocks, b / 2).

@@ -77,18 +77,18 @@ _NAMES = {"rotate_planar": ("positions", "frequencies"), "rotate_basis": ("posit
 def specialisation(kernel: str, tensors: Sequence[Tensor], halves: bool = False) -> Specialisation:
     """Return the specialisation of an operator for q, k (unless an encoding chooses it) and what they are rotated by.
 
-    That is angles, or positions and frequencies; positions, factors and base; a table; positions and generators. The
+    That is positions, or angles, and frequencies; positions, factors and base; a table; positions and generators. The
     launches of kernels, `torchrope.backend("auto")` and `verify` take it from here.
     """
     q, last, b = tensors[0], tensors[-1], tensors[-1].shape[-1]
     if kernel == "skew_exp":
         return Specialisation(kernel, b=b)
     of_axis = {"rotate_planar": 3, "rotate_basis": -2, "skew_eig": -2, "exp_generators": 1}.get(kernel)
-    axes = 0 if of_axis is None or len(tensors) == of_axis else tensors[of_axis].shape[0]  # none for angles
+    axes = 0 if of_axis is None else tensors[of_axis].shape[0]  # none for angles
     blocks, b = (b, 2) if kernel == "rotate_planar" else (last.shape[-3], b)
     if kernel != "rotate_planar" and len(tensors) != {"rotate_basis": 5, "rotate_block": 3}.get(kernel):
         return Specialisation(kernel, "", 0, blocks, b, axes)
-    named = zip(_NAMES[kernel], () if len(tensors) == of_axis else tensors[2:], strict=False)
+    named = zip(_NAMES[kernel], tensors[2:], strict=False)
     wanted = "+".join([name for name, x in named if x.requires_grad])
     return Specialisation(kernel, str(q.dtype).removeprefix("torch."), q.shape[-1], blocks, b, axes, halves, wanted)
 

@@ -48,12 +48,12 @@ def require_square(what: str, x: Tensor) -> None:
 
 
 def planar_fits(positions: Tensor, frequencies: Tensor, table: Tensor | None, head_dim: int) -> bool:
-    """Return whether positions `(*batch, tokens, axes)`, frequencies and table of a `Planar` rotation fit."""
+    """Return whether positions, frequencies and table of a `Planar` rotation fit: as `SCHEMAS` says."""
     axes, heads, pairs = frequencies.shape
-    *batch, tokens, position_axes = positions.shape
-    fits = (
-        position_axes == axes and heads > 0 and 2 * pairs <= head_dim and (axes > 0 or not pairs or table is not None)
-    )
+    *batch, tokens, _ = positions.shape
+    batch = batch if axes else batch[:-1]
+    of_positions = (*batch, tokens, axes) if axes else (*batch, heads, tokens, pairs)
+    fits = positions.shape == of_positions and heads > 0 and 2 * pairs <= head_dim
     return fits and (table is None or table.shape == (*batch, heads, tokens, 2, pairs))
 
 
@@ -103,8 +103,8 @@ def _gradients_fit(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor) -> bool
 
 
 def _rotate_planar(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None, _: bool) -> bool:
-    *batch, tokens, _axes = positions.shape
-    heads, pairs = frequencies.shape[1:]
+    axes, heads, pairs = frequencies.shape
+    *batch, tokens = positions.shape[:-1] if axes else positions[..., 0, :, 0].shape
     return planar_fits(positions, frequencies, table, q.shape[3]) and _sides_fit(q, k, batch, heads, tokens, pairs)
 
 

@@ -15,18 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchrope.ops.gpu.block import multiply_rows
-from torchrope.ops.gpu.launch import (
-    MANY,
-    RUNTIME,
-    Vectors,
-    copy_rest,
-    launch,
-    locate,
-    on_sides,
-    rows_of,
-    share,
-    splits_of,
-)
+from torchrope.ops.gpu.launch import MANY, VARYING, Sides, launch, locate, rows_of, share, splits_of
 from torchrope.ops.gpu.products import multiply
 from torchrope.ops.record import specialisation
 from torchrope.tensors import exact_matmul, with_batch_dim
@@ -54,7 +43,7 @@ def rotate_basis(
     identity = torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
     exact_basis = torch.where(unrotated[..., None, None], identity, basis)
     arguments = with_batch_dim(positions, 3), factors, exact_basis, angular
-    return on_sides(lambda *vectors: _run(vectors, arguments), (q, k))
+    return _run((q, k), arguments)[:2]
 
 
 def rotate_basis_backward(
@@ -77,36 +66,36 @@ def rotate_basis_backward(
     dB = U (G - G^T) / 2 U^T.
     """
     arguments = with_batch_dim(positions, 3), factors, basis, angular
-    shapes = positions.shape, (len(factors), *angular.shape), basis.shape
-    computed = wanted[0], True, True
-    dq, dk, d_positions, per_frequency, gradient = on_sides(
-        lambda *vectors: _run(vectors, arguments, computed), (q, k), (grad_q, grad_k), shapes, computed
-    )
+    sides = grad_q, grad_k, q, k
+    dq, dk, d_positions, per_frequency, gradient = _run(sides, arguments, (wanted[0], True, True))
     d_factors = (per_frequency * angular).sum(dim=-1)
     d_base = exact_matmul(exact_matmul(basis, (gradient - gradient.mT) / 2), basis.mT)
     computed_anyway = zip((d_factors, d_base), wanted[1:], strict=True)
-    return dq, dk, d_positions, *(x if needed else x.new_empty(0) for x, needed in computed_anyway)
+    return (
+        dq,
+        dk,
+        d_positions.view(positions.shape if wanted[0] else 0),
+        *(x if needed else x.new_empty(0) for x, needed in computed_anyway),
+    )
 
 
-def _run(vectors: Vectors, parameters: Sequence[Tensor], wanted: Sequence[bool] = (False,) * 3) -> list[Tensor | None]:
+def _run(sides: Sides, parameters: Sequence[Tensor], wanted: Sequence[bool] = (False,) * 3) -> tuple[Tensor, ...]:
     """Rotate tiles of blocks by a matrix for each token, computed in registers."""
-    source, out, x = vectors
     positions, factors, basis, angular = parameters
     (sets, tokens, _), heads = positions.shape, len(basis)
-    of = specialisation("rotate_basis", (source, source, positions, factors, basis))
-    rows = rows_of(source, sets, heads)
+    of = specialisation("rotate_basis", (*sides[:2], positions, factors, basis))
+    rows, back = rows_of(sides, sets, heads), len(sides) == 4
     width = max(triton.next_power_of_2(of.b), 32)
     together = min(width // of.b, of.blocks)
     programs = triton.cdiv(of.blocks, together) * heads
-    height = 16 if rows < MANY else 64 if source.dtype != torch.float32 else 32
+    height = 16 if max(rows) < MANY else 64 if sides[0].dtype != torch.float32 else 32
     matrices = sets * tokens
-    row_splits = splits_of(programs * matrices, triton.cdiv(rows, height)) if x is None else 1
-    splits = matrices * row_splits if x is None else splits_of(programs, matrices)
-    parts = (programs, *positions.shape), (splits, of.axes, *angular.shape), (splits, *basis.shape)
-    copy_rest(source, out, of.blocks * of.b)
+    row_splits = 1 if back else splits_of(programs * matrices, triton.cdiv(sum(rows), height))
+    splits = splits_of(programs, matrices) if back else matrices * row_splits
+    parts = (programs, positions.shape), (splits, (of.axes, *angular.shape)), (splits, basis.shape)
     return launch(
-        _rotate_kernel, vectors, parameters, heads, sets, programs, splits, [of.blocks, row_splits], parts, wanted,
-        BACK=x is not None, AXES=of.axes, AXES_TILE=triton.next_power_of_2(of.axes), BLOCK=of.b, WIDTH=width,
+        _rotate_kernel, of, sides, parameters, heads, sets, programs, splits, [of.blocks, row_splits], parts, wanted,
+        AXES=of.axes, AXES_TILE=triton.next_power_of_2(of.axes), BLOCK=of.b, WIDTH=width,
         TOGETHER=together, ROWS=height, num_warps=4 if width == 32 else _WIDE_WARPS,
     )  # fmt: skip
 
@@ -138,12 +127,13 @@ def _load_frequencies(
     return block, real, tl.load(angular + cell, mask=real, other=0.0)
 
 
-@triton.jit(**RUNTIME)
+@triton.jit(do_not_specialize=VARYING)
 def _rotate_kernel(
-    source, out, x, positions, coefficients, basis, angular, per_position, per_frequency, per_base,
-    source_sample, source_head, source_token, out_sample, out_head, out_token, x_sample, x_head, x_token,
-    tokens, heads, sets, samples, group, splits, blocks, row_splits,
-    BACK: tl.constexpr, UNIT: tl.constexpr, AXES_TILE: tl.constexpr, ROWS: tl.constexpr,
+    q, q_out, q_x, k, k_out, k_x, positions, coefficients, basis, angular, per_position, per_frequency, per_base,
+    q_sample, q_head, q_token, q_out_sample, q_out_head, q_out_token, q_x_sample, q_x_head, q_x_token,
+    k_sample, k_head, k_token, k_out_sample, k_out_head, k_out_token, k_x_sample, k_x_head, k_x_token,
+    tokens, heads, sets, q_samples, q_group, k_samples, k_group, splits, blocks, row_splits,
+    BACK: tl.constexpr, UNIT: tl.constexpr, GROUPED: tl.constexpr, AXES_TILE: tl.constexpr, ROWS: tl.constexpr,
     AXES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     part, head, split, _, _ = locate(tl.cdiv(blocks, TOGETHER), heads, splits, 1)
@@ -165,7 +155,8 @@ def _rotate_kernel(
     mirror_real = tl.zeros((PAIRS, PAIRS), tl.float32)
     mirror_imag = tl.zeros((PAIRS, PAIRS), tl.float32)
     first, last = share(split // row_splits, splits // row_splits, sets * tokens)
-    first_row, last_row = share(split % row_splits, row_splits, samples * group)
+    q_rows = q_samples * q_group
+    first_row, last_row = share(split % row_splits, row_splits, q_rows + k_samples * k_group)
     for index in range(first, last):
         set_ = index // tokens
         token = index % tokens
@@ -179,12 +170,18 @@ def _rotate_kernel(
             matrix = multiply(inward, tl.trans(turned))
         else:
             matrix = multiply(turned, tl.trans(inward))
+        outer = tl.zeros((WIDTH, WIDTH), tl.float32)
         outer = multiply_rows(
-            source, out, x, first_row, last_row, set_, samples, head, group, token,
-            source_sample, source_head, source_token, out_sample, out_head, out_token, x_sample, x_head, x_token,
-            matrix, channel, is_rotated, UNIT, WIDTH, ROWS,
+            q, q_out, q_x, first_row, tl.minimum(last_row, q_rows), set_, q_samples, head, q_group, token,
+            q_sample, q_head, q_token, q_out_sample, q_out_head, q_out_token, q_x_sample, q_x_head, q_x_token,
+            matrix, outer, channel, is_rotated, UNIT, GROUPED, ROWS,
         )  # fmt: skip
-        if x is not None:
+        outer = multiply_rows(
+            k, k_out, k_x, tl.maximum(first_row - q_rows, 0), last_row - q_rows, set_, k_samples, head, k_group, token,
+            k_sample, k_head, k_token, k_out_sample, k_out_head, k_out_token, k_x_sample, k_x_head, k_x_token,
+            matrix, outer, channel, is_rotated, UNIT, GROUPED, ROWS,
+        )  # fmt: skip
+        if BACK:
             a_real, a_imag, b_real, b_imag = _plane_maps(outer, inward, WIDTH)
             diagonal = pair[:, None] == pair[None, :]
             grad_angle = 2 * cos * tl.sum(tl.where(diagonal, a_imag, 0.0), axis=1)
@@ -218,7 +215,7 @@ def _rotate_kernel(
             mirror_real += g_real * b_real + g_imag * b_imag
             mirror_imag += g_real * b_imag - g_imag * b_real
 
-    if x is not None:
+    if BACK:
         cell = (tl.cast(split, tl.int64) * AXES + axis[:, None]) * heads + head
         at = per_frequency + (cell * blocks + block[None, :]) * (BLOCK // 2) + (pair % (BLOCK // 2))[None, :]
         tl.store(at, grad_frequency, mask=in_tile)

@@ -6,7 +6,7 @@ vectors share a rotation: strides, addresses and dtypes that would change them a
 
 # mypy: allow-untyped-defs
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import gcd
 from typing import Any
@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchrope.ops.record import Specialisation
 from torchrope.tensors import empty_rows
 
 # Maximum number of programs: several per multiprocessor of large GPUs. Further work is a loop inside a program.
@@ -25,12 +26,13 @@ MANY = 17
 _splits = True
 
 # Arguments that differ between calls: Triton would compile anew for those equal to 1 or divisible by 16.
-VARYING = ["tokens", "heads", "sets", "samples", "splits", "row_splits", "matrices", "blocks"]
-VARYING += [f"{x}_{dim}" for x in ("source", "out", "x") for dim in ("sample", "head", "token")]
-RUNTIME = dict(do_not_specialize=VARYING, do_not_specialize_on_alignment=["group"])
-"""Options of kernels of vectors: only a group of 1, whose division leaves the loop, is compiled anew."""
-Vectors = tuple[Tensor, Tensor, Tensor | None]
-"""What a kernel reads, `(batch, heads, tokens, channels)`, what it writes, and in a backward pass x if it is needed."""
+VARYING = ["tokens", "heads", "sets", "splits", "row_splits", "matrices", "blocks"]
+VARYING += [f"{side}_{x}" for side in "qk" for x in ("samples", "group")]
+VARYING += [
+    f"{side}_{dim}" for x in ("q", "k") for side in (x, f"{x}_out", f"{x}_x") for dim in ("sample", "head", "token")
+]
+Sides = Sequence[Tensor]
+"""q and k `(batch, heads, tokens, channels)`, or in a backward pass their gradients, q and k."""
 
 
 def interprets_bfloat16() -> bool:
@@ -42,64 +44,49 @@ def interprets_bfloat16() -> bool:
     return interpreter.interpreter_builder.create_dot(unit, unit, zero, None, 0).data.item() == 1.0
 
 
-def on_sides(
-    run: Callable[..., Sequence[Tensor | None]],
-    sides: tuple[Tensor, Tensor],
-    grads: tuple[Tensor, Tensor] | None = None,
-    shapes: Iterable[Sequence[int]] = (),
-    wanted: Sequence[bool] = (),
-) -> tuple[Tensor, ...]:
-    """Rotate q and k, or gradients back, by `run(vectors, out, x or None)`; sum its gradients to the parameters."""
-    outputs, gradients = [], []
-    for side, vectors in enumerate(sides):
-        x = _in_units(vectors)
-        outputs.append(out := empty_rows(x))
-        if x.numel():
-            gradients.append(run(x, out, None) if grads is None else run(_in_units(grads[side]), out, x))
-
-    def total(index: int, shape: Sequence[int], needed: bool) -> Tensor:
-        terms = [x for x in (gradient[index] for gradient in gradients) if needed and x is not None]
-        if terms:
-            return sum(terms[1:], start=terms[0]).view(shape)
-        return sides[0].new_zeros(shape if needed else (0,), dtype=torch.float32)
-
-    return (*outputs, *(total(index, *of_sum) for index, of_sum in enumerate(zip(shapes, wanted, strict=True))))
-
-
 def launch(
     kernel: Any,
-    vectors: Sequence[Tensor | None],
-    arguments: Sequence[Tensor | None],
+    of: Specialisation,
+    sides: Sides,
+    arguments: Sequence[Tensor],
     heads: int,
     sets: int,
     programs: int,
     splits: int,
-    sizes: Sequence[int],
-    parts: Sequence[Sequence[int]] = (),
+    sizes: Sequence[int] = (),
+    parts: Sequence[tuple[int, Sequence[int]]] = (),
     wanted: Sequence[bool] = (),
     **constants: Any,
-) -> list[Tensor | None]:
-    """Run a kernel on vectors `(batch, heads, tokens, channels)`; return the sums of what its programs store.
+) -> tuple[Tensor, ...]:
+    """Run a kernel once for q and k; return what it writes, and the wanted gradients, sums of parts, else empty ones.
 
-    It takes vectors, arguments, parts (None if not wanted), strides, tokens, heads, sets, samples of a set, heads of a
-    group that shares a rotation, splits, sizes and constants; each of `programs` is split, and sums are over splits.
+    It takes source, output and, for gradients, x of q and of k, arguments, parts (None if not wanted), strides, tokens,
+    heads, sets, samples of a set and heads of a group that share a rotation for q and for k, splits, sizes and
+    constants. Each of `programs` is split; parts are how many terms a gradient is the sum of, and its shape.
     """
-    source, *rest = vectors
-    assert source is not None
-    stored = [
-        source.new_empty(shape, dtype=torch.float32) if needed else None
-        for needed, shape in zip(wanted, parts, strict=True)
+    used = [_in_units(x) for x in (sides if any(wanted) else sides[:2])]
+    outputs = [empty_rows(x) for x in used[:2]]
+    for x, out in zip(used, outputs, strict=False):
+        if (rotary_dim := of.blocks * of.b) < of.channels:
+            out[..., rotary_dim:].copy_(x[..., rotary_dim:])
+    is_empty = not any(x.numel() for x in outputs)
+    allocate = torch.zeros if is_empty else torch.empty
+    terms = [
+        allocate((count, *shape), dtype=torch.float32, device=used[0].device) if needed else None
+        for needed, (count, shape) in zip(wanted, parts, strict=True)
     ]
-    unit = _unit(source)
-    strides = [stride // unit for x in vectors for stride in _outer_strides(x)]
-    parameters = [None if x is None else plain(x) for x in arguments]
-    batch, heads_of_vectors, tokens, _ = source.shape
-    shared = tokens, heads, sets, batch // sets, heads_of_vectors // heads, splits
-    with on_device_of(source):
-        kernel[(programs * splits,)](
-            source, *rest, *parameters, *stored, *strides, *shared, *sizes, UNIT=unit, **constants
-        )
-    return [x if x is None else x[0] if len(x) == 1 else x.sum(dim=0) for x in stored]
+    if not is_empty:
+        vectors = [x for n, out in enumerate(outputs) for x in (used[n], out, used[n + 2] if any(wanted) else None)]
+        strides = [stride // _unit(sides[0]) for x in vectors for stride in _outer_strides(x)]
+        of_q, of_k = ((x.shape[0] * bool(x.numel()) // sets, max(x.shape[1] // heads, 1)) for x in outputs)
+        is_grouped = max(of_q[1], of_k[1]) > 1
+        with on_device_of(used[0]):
+            kernel[(programs * splits,)](
+                *vectors, *map(plain, arguments), *terms, *strides, sides[0].shape[2], heads, sets, *of_q, *of_k,
+                splits, *sizes, BACK=len(sides) == 4, UNIT=_unit(sides[0]), GROUPED=is_grouped, **constants,
+            )  # fmt: skip
+    sums = (x if x is None else x[0] if len(x) == 1 else x.sum(dim=0) for x in terms)
+    return (*outputs, *(outputs[0].new_empty(0, dtype=torch.float32) if x is None else x for x in sums))
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager:
@@ -136,9 +123,9 @@ def plain(x: Tensor) -> Tensor:
     return _aligned(x.to(torch.float32).contiguous())
 
 
-def rows_of(x: Tensor, sets: int, heads: int) -> int:
-    """Return how many vectors of a token share a rotation: samples of a set times heads of a group."""
-    return (x.shape[0] // sets) * (x.shape[1] // heads)
+def rows_of(sides: Sides, sets: int, heads: int) -> list[int]:
+    """Return how many vectors of q and of k share a rotation of a token: samples of a set times heads of a group."""
+    return [(x.shape[0] // sets) * (x.shape[1] // heads) for x in sides[:2]]
 
 
 def splits_of(programs: int, rows: int, most: int = PROGRAMS) -> int:
@@ -156,12 +143,6 @@ def in_one_program() -> Iterator[None]:
         yield
     finally:
         _splits = True
-
-
-def copy_rest(x: Tensor, out: Tensor, rotary_dim: int) -> None:
-    """Copy the channels that are not rotated."""
-    if rotary_dim < x.shape[-1]:
-        out[..., rotary_dim:].copy_(x[..., rotary_dim:])
 
 
 @triton.jit
@@ -187,11 +168,17 @@ def share(split, splits, rows):
 
 @triton.jit
 def offsets(
-    row, token, channel, set_, samples, head, group, stride_sample, stride_head, stride_token, UNIT: tl.constexpr
+    row, token, channel, set_, samples, head, group, stride_sample, stride_head, stride_token,
+    UNIT: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """Compute offsets of channels of vectors: the row'th that share a rotation, over samples and heads of a group."""
-    sample = tl.cast(set_ * samples + row // group, tl.int64)
-    head_of_x = tl.cast(head * group + row % group, tl.int64)
+    sample = set_ * samples + row
+    head_of_x = head
+    if GROUPED:  # a division
+        sample = set_ * samples + row // group
+        head_of_x = head * group + row % group
+    sample = tl.cast(sample, tl.int64)
+    head_of_x = tl.cast(head_of_x, tl.int64)
     vector = (sample * stride_sample + head_of_x * stride_head + tl.cast(token, tl.int64) * stride_token) * UNIT
     return vector[:, None] + channel
 

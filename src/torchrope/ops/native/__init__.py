@@ -152,9 +152,12 @@ def _run_planar(
     gradients: tuple[Tensor, ...] = (),
 ) -> None:
     positions, frequencies, table = _float(angles[0]), _float(angles[1]), angles[2]
-    table = None if table is None else _float(table)
-    *sets, tokens, axes = positions.shape
-    _, heads, pairs = frequencies.shape
+    axes, heads, pairs = frequencies.shape
+    if table is not None:
+        table = _float(table)
+    elif not axes:
+        table = torch.stack([positions.cos(), positions.sin()], dim=-2)
+    *sets, tokens, _ = positions.shape if axes else positions[..., 0, :, :].shape
     addresses = positions.data_ptr(), frequencies.data_ptr(), 0 if table is None else table.data_ptr()
     d_positions, d_frequencies = (x.data_ptr() for x in gradients) if gradients else (0, 0)
     of_call = head_dim, sets[0] if sets else 1, torch.get_num_threads(), d_frequencies, d_positions

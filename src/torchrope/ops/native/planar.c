@@ -7,7 +7,7 @@ typedef struct {
     Angles angles;
     int64_t head_dim, sets, threads; /* sets of positions: 1, or one per sample */
     float *d_frequencies;            /* as frequencies, or NULL */
-    float *d_positions;              /* as positions, or NULL */
+    float *d_positions;              /* as positions, without axes of angles (sets, heads, tokens, pairs); or NULL */
 } Planar;
 
 /* Arguments of a call, its partial sums and its partition, shared by all threads. An item is a rotation head, a part of
@@ -278,12 +278,15 @@ INLINE float position_gradient(const float *frequency, const float *g, int64_t p
     return sum_lanes(sum) + rest;
 }
 
-/* Add a tile's gradients of angles to the part's gradient of frequencies; write this head's gradient of positions. */
+/* Add a tile's gradients of angles to the part's gradient of frequencies; write this head's gradient of positions, or
+   of given angles. */
 static void reduce_tile(const Job *job, int64_t set, int64_t head, int64_t first, int64_t count, int64_t part,
                         Workspace *w) {
     const Angles *a = &job->p->angles;
     AngleGradients g = collect_moments(w, count, a->pairs);
     int64_t token = set * a->tokens + first;
+    float *given = a->axes ? NULL : job->p->d_positions + ((set * a->heads + head) * a->tokens + first) * a->pairs;
+    for (int64_t t = 0; given && t < count; t++) memcpy(given + t * a->pairs, g.data + t * g.stride, 4 * a->pairs);
     for (int64_t axis = 0; axis < a->axes; axis++) {
         if (job->frequencies) {
             float *sum = job->frequencies + ((part * a->axes + axis) * a->heads + head) * a->pairs;
