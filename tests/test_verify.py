@@ -15,6 +15,7 @@ from torchrope.ops import backends, record
 from torchrope.ops.record import Specialisation
 from torchrope.verify import all_shapes, common_shapes, completed, main, merged
 
+pytest.importorskip("triton")
 SUPPORT = Path(__file__).parent / "support"
 
 # A wrong kernel errs by 1 %, as a careless approximation would, where a condition holds.
@@ -46,7 +47,6 @@ EXP = Specialisation("skew_exp", b=3)
 
 def verify(path: Path, *shapes: Specialisation, wrong: str = "", when: str = "True") -> tuple[set[str], str]:
     """Verify shapes, with an operator made wrong where a condition on `args` holds; return records and output."""
-    pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
     of_shapes = [argument for shape in shapes for argument in ("--shape", str(shape))]
     command = [sys.executable, "-c", SCRIPT, wrong, when, "--record", str(path), *of_shapes]
@@ -131,10 +131,10 @@ def entry(shape: Specialisation, architecture: str, **changes: str) -> record.Ve
 @pytest.fixture
 def like_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Make "auto" decide on a CPU as it does on an H100, without running kernels; return the user's record."""
-    pytest.importorskip("triton")
     monkeypatch.setattr(record, "user_record", lambda: tmp_path / "record.json")
     monkeypatch.setattr(record, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(record, "_TOLD", [])
+    monkeypatch.setattr(backends.native, "LIBRARY", None)
     monkeypatch.setattr(backends, "_reason", lambda kernel, name, *args: backends._unverified(kernel, *args))
     record.forget()
     yield tmp_path / "record.json"
@@ -199,7 +199,6 @@ def test_first_rotation_on_a_gpu_says_once_what_is_used_and_what_changes_it(
 
 
 def test_committed_record_lists_only_the_committed_kernels() -> None:
-    pytest.importorskip("triton")
     for listed in record.read(record.COMMITTED):
         assert listed.source == record.digest(Specialisation.parse(listed.specialisation).kernel)
 
@@ -232,7 +231,6 @@ def test_damaged_record_is_ignored_with_a_warning(text: str, tmp_path: Path) -> 
 def test_device_without_kernels_is_one_line(
     device: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("triton")
     assert main(["--device", device, "--record", str(tmp_path / "record.json")]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"torchrope verify: {message}")

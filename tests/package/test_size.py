@@ -14,7 +14,7 @@ LINES = {
     "src/torchrope/ops": 6568,
     "src/torchrope/integrations src/torchrope/checkpoints": 5972,
     "lab/src": 23465,
-    "tests": 23790,
+    "tests": 23788,
     "lab/tests": 19712,
     "benchmarks": 4452,
     "examples": 1000,
