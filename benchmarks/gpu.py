@@ -8,7 +8,7 @@ all in one; `verify`, whose record is OUT/verified_kernels.json; the bandwidth o
 and against torch.compile, Liger and flash-attention where they are installed; rotation by matrices; alternatives that
 are undecided; a video of 30,000 tokens; training steps of ViT-S and ViT-B, and their memory. Kernels are replayed from
 CUDA graphs, as small ones take less time than their launches from Python. Nothing is measured if a kernel is wrong.
-With --dry-run all runs on a CPU in Triton's interpreter with tiny shapes, and its times mean nothing.
+With --dry-run, all runs in Triton's interpreter (TRITON_INTERPRET=1) on tiny shapes, and its times mean nothing.
 """
 
 import argparse
@@ -404,7 +404,7 @@ def main(arguments: list[str] | None = None) -> int:
         render_gpu(RESULTS / "gpu.json", ROOT / "docs")
         return 0
     if not (chosen.dry_run or torch.cuda.is_available()):
-        print("benchmarks/gpu.py needs a CUDA or ROCm device, got none; try --dry-run")
+        print("benchmarks/gpu.py needs a CUDA or ROCm device, got none; try TRITON_INTERPRET=1 and --dry-run")
         return 1
     head = subprocess.run(GIT, cwd=ROOT, capture_output=True, text=True, check=False).stdout
     return lease(chosen.out, TINY if chosen.dry_run else Setting(), chosen.commit or head.strip())
