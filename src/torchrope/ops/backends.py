@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from torchrope.ops import native, record
 from torchrope.tensors import in_forward_mode, private
@@ -99,7 +98,7 @@ def _interprets() -> bool:
 
 def is_plain(*tensors: Tensor) -> bool:
     """Return whether tensors hold their values, and no mode, transform, tracer or subclass has to see operators."""
-    if torch.compiler.is_compiling() or None in _OBSERVERS or getattr(forward_ad, "_current_level", -1) >= 0:
+    if torch.compiler.is_compiling() or None in _OBSERVERS or in_forward_mode():
         return False
     if any([observer() for observer in _OBSERVERS]):  # noqa: C419
         return False
@@ -115,7 +114,8 @@ def takes_kernels(kernel: str, *tensors: Tensor, halves: bool = False, plain: bo
     if name == "reference":
         return False
     in_memory = all([tensor.is_cpu and tensor.dtype in _KERNEL_DTYPES for tensor in tensors])  # noqa: C419
-    if in_memory and name != "triton" and native.LIBRARY is not None and (plain or is_plain(*tensors)):
+    plain = is_plain(*tensors) if plain is None else plain
+    if plain and in_memory and name != "triton" and native.LIBRARY is not None:
         return True  # what follows, in less time
     if in_forward_mode():
         reason: str | None = "has no derivatives in forward mode"

@@ -84,7 +84,7 @@ class _Sides:
 def _side(x: Tensor, grad: Tensor | None) -> tuple[tuple[int, ...], Tensor, Tensor, Tensor | None]:
     """Return the fields that describe a side, its result, and the tensors to be kept until the kernel has run."""
     batch, heads, _, _ = x.shape
-    x = x if x.stride(3) == 1 else x.contiguous()
+    x = contiguous_channels(x)
     out = empty_rows(x)
     if grad is None:
         return (batch, heads, *_rows(x), 0, 0, 0, 0, 0, *_rows(out)), out, x, None
