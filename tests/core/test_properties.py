@@ -41,7 +41,7 @@ class Correct(tr.Encoding):
 
     def __init__(self, *, num_axes: int, num_heads: int, head_dim: int, block_size: int = 2) -> None:
         super().__init__(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim, block_size=block_size)
-        self.frequencies = nn.Parameter(torch.empty(num_axes, num_heads, self.num_blocks))
+        self.frequencies = nn.Parameter(torch.ones(num_axes, num_heads, self.num_blocks))
         self.add()
         self.reset_parameters()
 
