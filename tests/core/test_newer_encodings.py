@@ -116,9 +116,6 @@ def test_around_text_is_equidistant_from_text_tokens(angle_weight: float) -> Non
     assert tr.positions.circle_rope(1, 1).shape == (1, 3)
 
 
-NEWER = ["lookhere", "lookhere+mixed", "alibi", "fire", "fire+mixed"]
-
-
 @pytest.mark.parametrize("fov", [180, 90])
 def test_lookhere_masks_and_penalises_distance_per_head(fov: int) -> None:
     bias = tr.encodings.LookHere(sizes=(5, 5), num_heads=12, fov=fov)(5, 5)
@@ -129,9 +126,7 @@ def test_lookhere_masks_and_penalises_distance_per_head(fov: int) -> None:
         for x in range(5):
             up[y, x] = y <= 2 if fov == 180 else 2 - y >= abs(x - 2)
     assert torch.equal(seen[0, 12], up)
-    assert [torch.equal(seen[head, 12], seen[0, 12].rot90(turns)) for head, turns in ((1, 2), (2, 1), (3, 3))] == [
-        True
-    ] * 3
+    assert all(torch.equal(seen[head, 12], seen[0, 12].rot90(turns)) for head, turns in ((1, 2), (2, 1), (3, 3)))
     assert seen[8:].all()
     distance = torch.cdist(tr.grid(5, 5), tr.grid(5, 5))
     slopes = [0.5] * 4 + [0.25] * 4 + [0.25, 0.0625, 0.015625, 0.00390625]

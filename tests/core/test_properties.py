@@ -15,8 +15,6 @@ from torchrope import testing
 from torchrope.encodings import planar, skew
 from torchrope.rotations import Rotation
 
-ONE_PER_CLASS = {type(make()): case for case, make in CASES.items()}.values()
-
 
 def slow_if_compiled(case: str, name: str) -> Any:
     """Mark compilation as slow: it takes longer than all other properties."""

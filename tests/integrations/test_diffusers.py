@@ -110,10 +110,6 @@ def test_norm_with_a_hook_of_the_user_is_called_and_then_rotated() -> None:
     assert len(seen) == 1
 
 
-def _floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
 def test_encoding_shared_by_all_layers_learns_once() -> None:
     model, given = built("qwen"), inputs("qwen")
     expected = output(model, given)

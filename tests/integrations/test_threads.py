@@ -108,10 +108,12 @@ class Patches(nn.Module):
     def __init__(self, axis: int = 0) -> None:
         super().__init__()
         self.embed = nn.Sequential(nn.Conv2d(3, 32, (4, 16), (4, 16)), nn.Flatten(2), Transposed())
-        self.layers = nn.ModuleList([Split(axis)])
+        self.layers = nn.ModuleList([Split(axis), Split(axis)])
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.layers[0](self.embed(images))
+        with torch.no_grad():  # the embedding is frozen
+            tokens = self.embed(images)
+        return self.layers[0](tokens) + self.layers[1](tokens)
 
 
 class Transposed(nn.Module):
@@ -145,7 +147,7 @@ def test_tokens_of_rectangular_patches() -> None:
     tr.integrations.register_family(family_of(Patches, tr.integrations.Sdpa()))
     model, seen = tr.swap(Patches(), "mixed"), []
     model.rotary.encodings[0].register_forward_hook(lambda encoding, given, rotation: seen.append(given[0]))
-    model.layers[0].forward = lambda x: x  # positions alone matter
+    model.layers[0].forward = model.layers[1].forward = lambda x: x  # positions alone matter
     model(torch.randn(1, 3, 32, 32))
     assert torch.equal(seen[0], tr.grid(8, 2))
     model.embed[0].stride = (4, 8)  # patches overlap
@@ -154,6 +156,14 @@ def test_tokens_of_rectangular_patches() -> None:
     model.embed[0] = nn.Conv1d(3, 32, 4, 4)
     with pytest.raises(ValueError, match=r"FromPatches\('embed'\) needs locate= for data of one axis"):
         model(torch.randn(1, 3, 32))
+
+
+@pytest.mark.parametrize("encoding", ["mixed", tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=16).zero_()])
+def test_encodings_learn_where_tokens_are_made_without_gradients(encoding: Any) -> None:
+    tr.integrations.register_family(family_of(Patches, tr.integrations.Sdpa()))
+    model = tr.swap(Patches(), encoding)
+    model(torch.randn(1, 3, 32, 32)).sum().backward()
+    assert all(parameter.grad.any() for parameter in model.rotary.parameters())
 
 
 def test_split_along_another_axis_is_refused() -> None:

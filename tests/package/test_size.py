@@ -14,12 +14,12 @@ LINES = {
     "src/torchrope/ops": 6568,
     "src/torchrope/integrations src/torchrope/checkpoints": 5972,
     "lab/src": 23465,
-    "tests": 23788,
+    "tests": 23787,
     "lab/tests": 19712,
     "benchmarks": 4452,
     "examples": 1000,
 }
-WORDS = 24877
+WORDS = 24876
 NAMES = 38
 
 

@@ -5,15 +5,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from torchrope.encodings import Encoding
+from torchrope.inference import Frozen
 from torchrope.integrations.rebound import Rebound, names_in
 from torchrope.integrations.rotary import ATTRIBUTE, Replaced, Rotary
 from torchrope.rotations import Rotation
-from torchrope.tensors import private
+from torchrope.tensors import can_read, private
 
 _current_backward_pass = private("_C._current_graph_task_id")
 _CHECKPOINTING = ("checkpoint", "checkpoint_seq", "checkpoint_sequential")
@@ -28,12 +30,14 @@ class Placed:
 
     Attributes:
         positions: One tensor for each encoding.
-        shared: The rotation if all layers share an encoding, made before layers that checkpointing may run again.
+        rotations: Those of all layers, one if they share an encoding; empty if each layer makes its own.
+        learned: Whether gradients reach the encodings from `rotations`.
         backward: The backward pass in which the forward began, -1 outside of one; None for blocks that are run again.
     """
 
     positions: list[Tensor]
-    shared: Rotation | None
+    rotations: list[Rotation]
+    learned: bool
     backward: int | None
 
 
@@ -93,9 +97,14 @@ class ForwardState:
 
     def set_positions(self, positions: list[Tensor]) -> None:
         """Set the positions of the tokens of this forward, `([batch,] tokens, axes)` for each encoding."""
-        shared = self.rotary.encodings[0](positions[0]) if len(positions) == 1 else None
-        self.running.placed = Placed(positions, shared, _backward_pass())
-        if torch.is_grad_enabled():
+        encodings, learned = self.rotary.encodings, torch.is_grad_enabled()
+        # One for all is made here, since checkpointing may run layers again.
+        rotations = [encodings[0](positions[0])] if len(encodings) == 1 else []
+        if not (rotations or learned or torch.compiler.is_compiling()) and all(map(_rotates_pairs, encodings)):
+            # Between layers, where caches hold other code, an encoding takes five times as long.
+            rotations = [encoding(each) for encoding, each in zip(encodings, positions, strict=True)]
+        self.running.placed = Placed(positions, rotations, learned, _backward_pass())
+        if learned:
             self._wrap_checkpointing()
 
     def rotation(self, running: Running, layer: int) -> Rotation:
@@ -112,12 +121,10 @@ class ForwardState:
                 raise ValueError(f"{rule}, which keeps their positions; got a {kind} with another checkpointing")
             rule = "layers of a swapped model must be called through the model, which computes their positions"
             raise ValueError(f"{rule}, got a layer of {kind} called alone")
-        if placed.shared is not None:
-            return placed.shared
-        rotary = self.rotary
-        index = rotary.index(layer)
-        rotation: Rotation = rotary.encodings[index](placed.positions[index])
-        return rotation
+        if placed.rotations and (placed.learned or not torch.is_grad_enabled()):
+            return placed.rotations[layer % len(placed.rotations)]
+        index = self.rotary.index(layer)
+        return cast(Rotation, self.rotary.encodings[index](placed.positions[index]))
 
     def attach(self, blocks: list[nn.Module]) -> list[Any]:
         """Make positions end with each method of the model, and recomputed blocks find them; return handles."""
@@ -160,6 +167,14 @@ def _backward_pass() -> int:
     return int(_current_backward_pass()) if known else -1
 
 
+def _rotates_pairs(encoding: nn.Module) -> bool:
+    """Return whether an encoding is frozen, or rotates pairs of channels, whose rotations hold no tables."""
+    if not isinstance(encoding, Encoding) or not encoding.has_frequencies or type(encoding).basis is not Encoding.basis:
+        return isinstance(encoding, Frozen)
+    frequencies = encoding.frequencies_per_axis()
+    return can_read(frequencies) and frequencies.ndim == 3  # not those that FSDP gathers before a block
+
+
 @dataclass(eq=False)
 class _Ending:
     """A method of a model, other than its forward, at whose end positions end if it was called alone."""
@@ -200,12 +215,12 @@ class _Bound:
 
     def __init__(self, state: ForwardState, placed: Placed, block: Callable[..., Any]) -> None:
         self.state = state
-        self.placed = Placed(placed.positions, placed.shared, None)
+        self.placed = Placed(placed.positions, placed.rotations, placed.learned, None)
         self.block = block
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():  # reentrant checkpointing, where each block needs a rotation of its own graph
-            self.placed = Placed(self.placed.positions, None, None)
+            self.placed = Placed(self.placed.positions, [], False, None)
         running = self.state.running
         outer, running.placed = running.placed, self.placed
         try:

@@ -5,6 +5,7 @@ Of each way the method `forward` returns the layer's own forward, in which q and
 """
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -68,17 +69,6 @@ class SwappedLayer:
         """Return the index of an argument of the layer's forward, behind all if it has none of this name."""
         return self._arguments.index(argument) if argument in self._arguments else len(self._arguments)
 
-    @property
-    def lattice(self) -> int:
-        """The index of the lattice on which the encoding is."""
-        return self.state.rotary.lattice_of(self.index)
-
-    def rotation_at(self, positions: Tensor) -> Rotation:
-        """Return the rotation of tokens at positions."""
-        rotary = self.state.rotary
-        rotation: Rotation = rotary.encodings[rotary.index(self.index)](positions)
-        return rotation
-
     def __call__(self, q: Tensor, k: Tensor, layout: str = "bhtd") -> tuple[Tensor, Tensor]:
         """Rotate q and k in a layout of `torchrope.rotate`; the model's order of channels is kept."""
         rotation = self.state.running.rotation
@@ -132,22 +122,30 @@ class SwappedLayer:
         raise ValueError(f"{rule}, {hint}; got {heads} of {total} heads in a {type(self.module).__name__}")
 
 
-@dataclass(frozen=True)
-class CustomForward:
-    """Replaces the forward of a layer by a function of the layer, its `SwappedLayer` and the forward's arguments."""
+class Interception(ABC):
+    """How a layer is made to rotate q and k, `ModelFamily.intercept`."""
 
-    function: Callable[..., Any]
     precedes_rotation = False
 
-    def forward(self, layer: Any, swapped: SwappedLayer) -> Callable[..., Any]:
-        return partial(self.function, layer, swapped)
+    @abstractmethod
+    def forward(self, layer: Any, swapped: SwappedLayer) -> Callable[..., Any]: ...
 
     def attach(self, layer: Any, swapped: SwappedLayer) -> list[Any]:
         return []
 
 
 @dataclass(frozen=True)
-class AfterNorms:
+class CustomForward(Interception):
+    """Replaces the forward of a layer by a function of the layer, its `SwappedLayer` and the forward's arguments."""
+
+    function: Callable[..., Any]
+
+    def forward(self, layer: Any, swapped: SwappedLayer) -> Callable[..., Any]:
+        return partial(self.function, layer, swapped)
+
+
+@dataclass(frozen=True)
+class AfterNorms(Interception):
     """Rotates what the norms of q and k return, which may be `nn.Identity`.
 
     If they return (batch, heads, tokens, head_dim) for a call `F.scaled_dot_product_attention(q, k, ...)` that the
@@ -219,12 +217,11 @@ class Sdpa(CustomForward):
 
 
 @dataclass(frozen=True)
-class InFunction:
+class InFunction(Interception):
     """Rotates q and k, "bhtd" or "bthd", in a function `(q, k, *tables) -> (q, k)` of the layer's module."""
 
     name: str
     layout: str = "bhtd"
-    precedes_rotation = False
 
     def forward(self, layer: Any, swapped: SwappedLayer) -> Callable[..., Any]:
         if self.name not in names_in(layer):
@@ -232,19 +229,12 @@ class InFunction:
             raise ValueError(f"{rule}, got a {type(layer).__name__} that does not call it")
         return Rebound(layer, "forward", {self.name: _Rotating(swapped, self.layout)})
 
-    def attach(self, layer: Any, swapped: SwappedLayer) -> list[Any]:
-        return []
-
 
 class InAttentionInterface(InFunction):
     """Rotates q and k `(batch, heads, tokens, head_dim)` before the attention function of transformers' layers."""
 
     def __init__(self) -> None:
         super().__init__("ALL_ATTENTION_FUNCTIONS")
-
-
-Interception = CustomForward | AfterNorms | InFunction
-"""How a layer is made to rotate q and k, `ModelFamily.intercept`: one of these classes or a subclass."""
 
 
 class _Rotating(_StandIn):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchrope.integrations.forward import ForwardState, Running
 from torchrope.integrations.rotary import Replaced
 from torchrope.ops.backends import is_exporting
-from torchrope.rotations import Planar
+from torchrope.rotations import Planar, Rotation
 from torchrope.tensors import is_narrow, wide_dtype
 
 if TYPE_CHECKING:
@@ -93,9 +93,9 @@ class FromLayer:
         return []
 
     def begin(self, layer: "SwappedLayer", running: Running, args: Any, kwargs: Any) -> Arguments:
-        rotary = layer.state.rotary
-        positions = rotary.positions_of(rotary.index(layer.index), *self.locate(layer.module, args, kwargs))
-        running.rotation = layer.rotation_at(positions)
+        rotary, index = layer.state.rotary, layer.state.rotary.index(layer.index)
+        positions = rotary.positions_of(index, *self.locate(layer.module, args, kwargs))
+        running.rotation = rotary.encodings[index](positions)
         return args, kwargs
 
 
@@ -140,7 +140,8 @@ class FromArgument:
         text = argument(self.text, layer.index_of(self.text), args, kwargs) if self.text else None
         num_text = text.shape[1] if isinstance(text, Tensor) else 0
         positions, passed = self._positions(layer, running, received, num_text)
-        rotation = layer.rotation_at(positions)
+        rotary = layer.state.rotary
+        rotation: Rotation = rotary.encodings[rotary.index(layer.index)](positions)
         if self.exact and isinstance(rotation, Planar):
             rotation = rotation._with(_table=torch.stack(rotation.cos_sin(), dim=-2))
         has_streams = num_text and self.streams is not None and self.streams(layer.module)
@@ -150,14 +151,14 @@ class FromArgument:
 
     def _positions(self, layer: "SwappedLayer", running: Running, received: Any, num_text: int) -> tuple[Tensor, Any]:
         """Read positions, once per forward if all layers read the same."""
-        known = running.received
-        if known is not None and known[0] is received and known[1] == layer.lattice:
+        known, rotary = running.received, layer.state.rotary
+        lattice = rotary.lattice_of(layer.index)
+        if known is not None and known[0] is received and known[1] == lattice:
             return known[2], known[3]
         indices, passed = self.read(received, layer.module, num_text)
-        rotary = layer.state.rotary
         positions = rotary.at(rotary.index(layer.index), from_bits(indices))
         if self.alike and not positions.requires_grad and not torch.compiler.is_compiling():
-            running.received = (received, layer.lattice, positions, passed)
+            running.received = (received, lattice, positions, passed)
         return positions, passed
 
 

@@ -45,14 +45,8 @@ class Rotary(nn.Module):
             for order, pairs in zip(self.channels, rotated, strict=True)
         ]
         self.received: dict[str, Any] = {}  # the source of each layer's tables, if the family looks for it
-        self.original_modules = nn.ModuleDict()  # submodules of the model that are removed while it is swapped
         self._known: dict[Any, Tensor] = {}  # positions of all tokens of a lattice, by its sizes
         self._compute_orders()
-
-    def requires_grad_(self, requires_grad: bool = True) -> "Rotary":
-        """Apply to the encodings alone, since forwards use no parameter of `original_modules`."""
-        self.encodings.requires_grad_(requires_grad)
-        return self
 
     def index(self, layer: int) -> int:
         """Return the index of the encoding of a layer."""
