@@ -101,7 +101,7 @@ class ForwardState:
         # One for all is made here, since checkpointing may run layers again.
         rotations = [encodings[0](positions[0])] if len(encodings) == 1 else []
         if not (rotations or learned or torch.compiler.is_compiling()) and all(map(_rotates_pairs, encodings)):
-            # Between layers, where caches hold other code, an encoding takes five times as long.
+            # Between layers, where caches hold other code, an encoding takes much longer.
             rotations = [encoding(each) for encoding, each in zip(encodings, positions, strict=True)]
         self.running.placed = Placed(positions, rotations, learned, _backward_pass())
         if learned:
