@@ -10,12 +10,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from torchrope.encodings import Encoding
-from torchrope.inference import Frozen
 from torchrope.integrations.rebound import Rebound, names_in
 from torchrope.integrations.rotary import ATTRIBUTE, Replaced, Rotary
 from torchrope.rotations import Rotation
-from torchrope.tensors import can_read, private
+from torchrope.tensors import private
 
 _current_backward_pass = private("_C._current_graph_task_id")
 _CHECKPOINTING = ("checkpoint", "checkpoint_seq", "checkpoint_sequential")
@@ -97,12 +95,7 @@ class ForwardState:
 
     def set_positions(self, positions: list[Tensor]) -> None:
         """Set the positions of the tokens of this forward, `([batch,] tokens, axes)` for each encoding."""
-        encodings, learned = self.rotary.encodings, torch.is_grad_enabled()
-        # One for all is made here, since checkpointing may run layers again.
-        rotations = [encodings[0](positions[0])] if len(encodings) == 1 else []
-        if not (rotations or learned or torch.compiler.is_compiling()) and all(map(_rotates_pairs, encodings)):
-            # Between layers, where caches hold other code, an encoding takes much longer.
-            rotations = [encoding(each) for encoding, each in zip(encodings, positions, strict=True)]
+        rotations, learned = self.rotary.rotations(positions), torch.is_grad_enabled()
         self.running.placed = Placed(positions, rotations, learned, _backward_pass())
         if learned:
             self._wrap_checkpointing()
@@ -165,14 +158,6 @@ def _backward_pass() -> int:
     """Return the number of the backward pass that runs, -1 for none or where it is unknown."""
     known = _current_backward_pass is not None and not torch.compiler.is_compiling()
     return int(_current_backward_pass()) if known else -1
-
-
-def _rotates_pairs(encoding: nn.Module) -> bool:
-    """Return whether an encoding is frozen, or rotates pairs of channels, whose rotations hold no tables."""
-    if not isinstance(encoding, Encoding) or not encoding.has_frequencies or type(encoding).basis is not Encoding.basis:
-        return isinstance(encoding, Frozen)
-    frequencies = encoding.frequencies_per_axis()
-    return can_read(frequencies) and frequencies.ndim == 3  # not those that FSDP gathers before a block
 
 
 @dataclass(eq=False)

@@ -52,7 +52,7 @@ class SwappedLayer:
         self._arguments = list(inspect.signature(type(module).forward).parameters)[1:]
         keeps_keys = any("past" in name or "cache" in name for name in self._arguments)  # in the model's basis
         self.scores_only = not (keeps_keys or (intercept.precedes_rotation and state.rotary.keep_rotation))
-        self._has_halves = state.rotary.has_halves(index)
+        self._has_halves = state.rotary.has_halves[state.rotary.index(index)]
         self._in_own_order = state.rotary.channels[state.rotary.index(index)] is None
         self.intercepted_forward = intercept.forward(module, self)
 

@@ -139,9 +139,7 @@ class FromArgument:
             self.check(layer.module)
         text = argument(self.text, layer.index_of(self.text), args, kwargs) if self.text else None
         num_text = text.shape[1] if isinstance(text, Tensor) else 0
-        positions, passed = self._positions(layer, running, received, num_text)
-        rotary = layer.state.rotary
-        rotation: Rotation = rotary.encodings[rotary.index(layer.index)](positions)
+        rotation, passed = self._rotation(layer, running, received, num_text)
         if self.exact and isinstance(rotation, Planar):
             rotation = rotation._with(_table=torch.stack(rotation.cos_sin(), dim=-2))
         has_streams = num_text and self.streams is not None and self.streams(layer.module)
@@ -149,17 +147,21 @@ class FromArgument:
         running.text_rotation = rotation[..., :num_text] if has_streams else None
         return with_argument(self.name, index, args, kwargs, passed)
 
-    def _positions(self, layer: "SwappedLayer", running: Running, received: Any, num_text: int) -> tuple[Tensor, Any]:
-        """Read positions, once per forward if all layers read the same."""
-        known, rotary = running.received, layer.state.rotary
-        lattice = rotary.lattice_of(layer.index)
-        if known is not None and known[0] is received and known[1] == lattice:
-            return known[2], known[3]
-        indices, passed = self.read(received, layer.module, num_text)
-        positions = rotary.at(rotary.index(layer.index), from_bits(indices))
-        if self.alike and not positions.requires_grad and not torch.compiler.is_compiling():
-            running.received = (received, lattice, positions, passed)
-        return positions, passed
+    def _rotation(self, layer: "SwappedLayer", running: Running, received: Any, num_text: int) -> tuple[Rotation, Any]:
+        """Read positions and return their rotation; if all layers read the same, once from the first one on."""
+        rotary, learned, known = layer.state.rotary, torch.is_grad_enabled(), running.received
+        index, lattice = rotary.index(layer.index), rotary.lattice_of(layer.index)
+        if not layer.index or known is None or known[0] is not received or known[1] != lattice:
+            indices, passed = self.read(received, layer.module, num_text)
+            positions = rotary.at(index, from_bits(indices))
+            keeps = self.alike and not positions.requires_grad and not torch.compiler.is_compiling()
+            together = keeps and not (layer.index or learned)
+            rotations = rotary.rotations([positions] * len(rotary.encodings)) if together else []
+            known = received, lattice, positions, passed, rotations
+            if keeps:
+                running.received = known
+        _, _, positions, passed, rotations = known
+        return rotations[index] if rotations and not learned else rotary.encodings[index](positions), passed
 
 
 def to_bits(positions: Tensor) -> Tensor:

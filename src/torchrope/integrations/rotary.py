@@ -9,10 +9,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from torchrope.encodings import Encoding
+from torchrope.inference import Frozen
 from torchrope.integrations.own_rotation import halves
 from torchrope.lattice import Lattice
 from torchrope.positions import grid, prefix
-from torchrope.tensors import wide_positions
+from torchrope.rotations import Rotation
+from torchrope.tensors import can_read, wide_positions
 
 ATTRIBUTE = "rotary"
 """Attribute of a swapped model that holds its encodings."""
@@ -40,7 +42,7 @@ class Rotary(nn.Module):
         self._first = [self.lattices.index(lattice) for lattice in lattices]  # here, as compilers compare none
         self.channels = [None if order == tuple(range(len(order or ()))) else order for order in channels]
         rotated = [encoding.rotary_dim for encoding in encodings]
-        self._has_halves = [
+        self.has_halves = [  # whether the n pairs of an encoding are channels (i, i + n)
             order is not None and order == (*halves(pairs), *range(pairs, len(order)))
             for order, pairs in zip(self.channels, rotated, strict=True)
         ]
@@ -58,10 +60,6 @@ class Rotary(nn.Module):
     def lattice_of(self, layer: int) -> int:
         """Return the index of the first lattice that equals that of a layer."""
         return self._first[self.index(layer)]
-
-    def has_halves(self, layer: int) -> bool:
-        """Return whether an encoding's pairs of channels are (i, i + n) in the layer, for its n pairs."""
-        return self._has_halves[self.index(layer)]
 
     def orders(self, layer: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
         """Return the order in which an encoding takes the channels of a head, and the one back; None for their own."""
@@ -92,10 +90,8 @@ class Rotary(nn.Module):
         self, indices: Tensor | torch.device, sizes: Sequence[int | Tensor] = (), before: int = 0, after: int = 0
     ) -> list[Tensor]:
         """Return the positions of tokens for each encoding, as `positions_of`."""
-        different = {
-            first: self.positions_of(first, indices, sizes, before, after) for first in dict.fromkeys(self._first)
-        }
-        return [different[first] for first in self._first]
+        each = {first: self.positions_of(first, indices, sizes, before, after) for first in dict.fromkeys(self._first)}
+        return [each[first] for first in self._first]
 
     def positions_of(
         self,
@@ -123,6 +119,15 @@ class Rotary(nn.Module):
             self._known = {**dict(list(self._known.items())[-_KEPT:]), key: positions}
         return positions
 
+    def rotations(self, positions: Sequence[Tensor]) -> list[Rotation]:
+        """Return the rotations of all layers, one if they share it; none if each layer must make its own."""
+        if len(self.encodings) == 1:  # before layers that checkpointing may run again
+            return [self.encodings[0](positions[0])]
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not all(map(_rotates_pairs, self.encodings)):
+            return []
+        # Between layers, where caches hold other code, an encoding takes much longer.
+        return [encoding(each) for encoding, each in zip(self.encodings, positions, strict=True)]
+
     def at(self, index: int, indices: Tensor, sizes: Sequence[int | Tensor] = ()) -> Tensor:
         """Return the positions of some tokens of a lattice for one encoding, `(..., tokens, axes)`."""
         lattice: Lattice = self.lattices[index]
@@ -131,6 +136,14 @@ class Rotary(nn.Module):
             double |= wide_positions(indices, unread=torch.float32).dtype == torch.float64
         positions = lattice.at(indices.to(torch.float64 if double else torch.float32), sizes)
         return lattice.perturbed(positions) if self.training else positions
+
+
+def _rotates_pairs(encoding: nn.Module) -> bool:
+    """Return whether an encoding is frozen, or rotates pairs of channels, whose rotations hold no tables."""
+    if not isinstance(encoding, Encoding) or not encoding.has_frequencies or type(encoding).basis is not Encoding.basis:
+        return isinstance(encoding, Frozen)
+    frequencies = encoding.frequencies_per_axis()
+    return can_read(frequencies) and frequencies.ndim == 3  # not those that FSDP gathers before a block
 
 
 class Replaced:
