@@ -123,7 +123,7 @@ class SwappedLayer:
 
 
 class Interception(ABC):
-    """How a layer is made to rotate q and k, `ModelFamily.intercept`."""
+    """How a layer is made to rotate q and k, `ModelFamily.intercept`, by the methods that the module describes."""
 
     precedes_rotation = False
 

@@ -155,7 +155,7 @@ class FromArgument:
             indices, passed = self.read(received, layer.module, num_text)
             positions = rotary.at(index, from_bits(indices))
             keeps = self.alike and not positions.requires_grad and not torch.compiler.is_compiling()
-            together = keeps and not (layer.index or learned)
+            together = keeps and not (layer.index or learned) and all(x == rotary.lattices[0] for x in rotary.lattices)
             rotations = rotary.rotations([positions] * len(rotary.encodings)) if together else []
             known = received, lattice, positions, passed, rotations
             if keeps:
