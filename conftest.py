@@ -50,3 +50,20 @@ def _registry() -> Iterator[None]:
     if family._registered != families:
         family._registered[:] = families
         family._families_of.cache_clear()
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the CPU kernels that ran."""
+    names: list[str] = []
+    run = native._run
+    monkeypatch.setattr(native, "_run", lambda name, *args: names.append(name) or run(name, *args))
+    return names
+
+
+@pytest.fixture
+def threads() -> Iterator[int]:
+    """The number of threads of PyTorch, which a test may change."""
+    before = torch.get_num_threads()
+    yield before
+    torch.set_num_threads(before)

@@ -192,11 +192,7 @@ class Attention(Projections):
         return scores.masked_fill(without_keys, 0.0).softmax(dim=-1).masked_fill(without_keys, 0.0)
 
     def _rotated(
-        self,
-        x: Tensor,
-        rotation: Rotation | None,
-        context: Tensor | None,
-        key_rotation: Rotation | None,
+        self, x: Tensor, rotation: Rotation | None, context: Tensor | None, key_rotation: Rotation | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated queries and keys, and values, each `(batch, heads, tokens, head_dim)`."""
         q, k, v = self.heads(x, context)
@@ -342,9 +338,8 @@ class Windows:
 
         `(batch, windows, tokens of a window, tokens of a window)`, boolean; padding of windows is invalid.
         """
-        keys = (
-            self.cut(valid_mask.unsqueeze(-1)).squeeze(-1).unflatten(0, (len(valid_mask), -1))
-        )  # (batch, windows, tokens)
+        cut = self.cut(valid_mask.unsqueeze(-1)).squeeze(-1)
+        keys = cut.unflatten(0, (len(valid_mask), -1))  # (batch, windows, tokens)
         itself = torch.eye(keys.shape[-1], dtype=torch.bool, device=keys.device)  # softmax over no keys is NaN
         return keys.unsqueeze(-2) | itself
 

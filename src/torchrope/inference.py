@@ -18,8 +18,8 @@ from torchrope.models.layers import axes_of, choice_of
 from torchrope.ops.backends import is_exporting, takes_kernels
 from torchrope.ops.layouts import heads_first
 from torchrope.rotating import apply
-from torchrope.rotations import Block, Commuting, Rotation
-from torchrope.tensors import Float32Module, as_numbers, block_diagonal, require_module, shown, wide_dtype
+from torchrope.rotations import Block, Commuting, Planar, Rotation
+from torchrope.tensors import Float32Module, as_numbers, block_diagonal, can_read, require_module, shown, wide_dtype
 
 
 def freeze(model: nn.Module, input_size: Sequence[int] | Tensor | tuple[Tensor, ...]) -> nn.Module:
@@ -181,11 +181,7 @@ class Frozen(Float32Module):
     table: Tensor
 
     def __init__(
-        self,
-        build: partial[Encoding],
-        kind: type[Rotation],
-        settings: Mapping[str, Any],
-        tensors: Mapping[str, Tensor],
+        self, build: partial[Encoding], kind: type[Rotation], settings: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> None:
         super().__init__()
         self.build = build
@@ -258,6 +254,26 @@ def _frozen(encoding: Encoding, positions: Tensor, rotation: Rotation) -> Frozen
     tensors["frozen_at"] = positions.to(wide_dtype(positions))
     copies = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
     return Frozen(built_as(encoding), type(constant), settings, copies)
+
+
+def would_repeat(encoding: Any, positions: Tensor, before: Tensor, rotation: Rotation) -> bool:
+    """Return whether an encoding would return a rotation of pairs, or a frozen one, that it made before."""
+    if positions is not before or encoding._forward_hooks or encoding._forward_pre_hooks:
+        return False
+    if isinstance(encoding, Frozen):
+        return encoding.rotation() is rotation
+    if type(rotation) is not Planar or type(encoding).forward is not Encoding.forward:
+        return False
+    frequencies = encoding.frequencies_per_axis()  # by their values, as changes through `.data` leave no trace
+    return frequencies.dtype == rotation.dtype and torch.equal(frequencies, rotation.frequencies)
+
+
+def rotates_pairs(encoding: nn.Module) -> bool:
+    """Return whether an encoding is frozen, or rotates pairs of channels, whose rotations hold no tables."""
+    if not isinstance(encoding, Encoding) or not encoding.has_frequencies or type(encoding).basis is not Encoding.basis:
+        return isinstance(encoding, Frozen)
+    frequencies = encoding.frequencies_per_axis()
+    return can_read(frequencies) and frequencies.ndim == 3  # not those that FSDP gathers before a block
 
 
 class FrozenAbsolute(Float32Module):

@@ -48,7 +48,10 @@ def grid(
         >>> grid(2, 3).tolist()
         [[0.0, 0.0], [0.0, 1.0], [0.0, 2.0], [1.0, 0.0], [1.0, 1.0], [1.0, 2.0]]
     """
-    counts = _integers(sizes)
+    if any(isinstance(size, (tuple, list)) for size in sizes):
+        raise ValueError(f"sizes must be one argument each, grid(8, 12) or grid(*sizes), got {sizes}")
+    # Not symbolic sizes, which would become constants of the traced program.
+    counts = [size if isinstance(size, (int, torch.SymInt)) else operator.index(size) for size in sizes]
     if not counts or any(count < 0 for count in counts):
         raise ValueError(f"grid needs one size per axis, each 0 or more, got {sizes}")
     if dtype not in (torch.float32, torch.float64):
@@ -381,7 +384,10 @@ def random_scale(
         >>> random_scale(grid(2, 2).expand(5, -1, -1), 2.0).shape
         torch.Size([5, 4, 2])
     """
-    return rescale(positions, _log_uniform(positions, positions.shape[-1] if per_axis else 1, factor, generator))
+    if not factor >= 1:
+        raise ValueError(f"factor must be 1 or more, got {factor}")
+    exponents = _uniform(positions, positions.shape[-1] if per_axis else 1, generator)
+    return rescale(positions, (exponents * math.log(factor)).exp())
 
 
 class Packed(Value):
@@ -447,12 +453,6 @@ def pack(positions: Sequence[Tensor]) -> Packed:
     return Packed(positions=torch.cat(positions), lengths=tuple(p.shape[0] for p in positions))
 
 
-def _log_uniform(positions: Tensor, axes: int, factor: float, generator: torch.Generator | None) -> Tensor:
-    if not factor >= 1:
-        raise ValueError(f"factor must be 1 or more, got {factor}")
-    return (_uniform(positions, axes, generator) * math.log(factor)).exp()
-
-
 def _uniform(positions: Tensor, axes: int, generator: torch.Generator | None) -> Tensor:
     """Draw uniformly from [-1, 1], once for all tokens of a sample, `(*batch, 1, axes)`."""
     wide = torch.promote_types(positions.dtype, torch.float32)
@@ -505,17 +505,9 @@ def windows(
     for axis in reversed(range(num_axes)):
         lattice = lattice.unflatten(leading + axis, (sizes[axis] // window[axis], window[axis]))
     outer = range(leading, leading + 2 * num_axes, 2)
-    cells = lattice.permute(
-        *range(leading), *outer, *(axis + 1 for axis in outer), -1
-    )  # (..., *windows, *window, axes)
+    inner = [axis + 1 for axis in outer]
+    cells = lattice.permute(*range(leading), *outer, *inner, -1)  # (..., *windows, *window, axes)
     return cells.flatten(-num_axes - 1, -2).flatten(leading, leading + num_axes - 1)
-
-
-def _integers(sizes: Sequence[int]) -> list[int]:
-    """Convert to integers all but symbolic sizes, which would become constants of the traced program."""
-    if any(isinstance(size, (tuple, list)) for size in sizes):
-        raise ValueError(f"sizes must be one argument each, grid(8, 12) or grid(*sizes), got {sizes}")
-    return [size if isinstance(size, (int, torch.SymInt)) else operator.index(size) for size in sizes]
 
 
 def _row(name: str, value: PerAxis, positions: Tensor) -> Tensor:

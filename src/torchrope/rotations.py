@@ -39,6 +39,8 @@ class Rotation(Value, ABC):
     num_heads: int | None = None
     # The tensors and their shapes when they fitted one another; an annotation would make it a field.
     _checked = tuple[tuple[Tensor, torch.Size], ...]()
+    # Set by `rotate`: what it was last called with, and a function that repeats this call.
+    _repeated = None
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
@@ -187,6 +189,10 @@ class Rotation(Value, ABC):
         dtype = str(self.dtype).removeprefix("torch.")
         sizes = f"shape={self.shape}, rotary_dim={self.rotary_dim}, head_dim={self.head_dim}"
         return f"{type(self).__name__}({sizes}, heads={self.heads}, {dtype}, {self.device})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Exclude what was checked and what can be repeated from copies."""
+        return self._values()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a detached copy."""
@@ -521,9 +527,7 @@ class PlanarInBasis(ByPositions):
         learned = self.basis.requires_grad or other.basis.requires_grad
         return self.basis is other.basis or (not learned and _equal(self.basis, other.basis))
 
-    @property
-    def rotary_dim(self) -> int:
-        return 2 * self.frequencies.shape[-1]
+    rotary_dim = Planar.rotary_dim
 
     @property
     def shape(self) -> tuple[int, ...]:

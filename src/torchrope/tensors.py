@@ -120,7 +120,9 @@ class Float32Module(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         def convert(tensor: Tensor) -> Tensor:
             converted = fn(tensor)
-            return tensor.to(converted.device) if _loses_precision(tensor, converted) else converted
+            exact = tensor.is_floating_point() and not is_narrow(tensor)
+            loses_precision = tensor.numel() and exact and is_narrow(converted)
+            return tensor.to(converted.device) if loses_precision else converted
 
         return super()._apply(convert, recurse)
 
@@ -129,10 +131,6 @@ class Float32Module(nn.Module):
         if param is not None and is_narrow(param):
             param = nn.Parameter(param.detach().float(), requires_grad=param.requires_grad)
         super().register_parameter(name, param)
-
-
-def _loses_precision(tensor: Tensor, converted: Tensor) -> bool:
-    return bool(tensor.numel()) and is_narrow(converted) and tensor.is_floating_point() and not is_narrow(tensor)
 
 
 def without_autocast(like: Tensor) -> AbstractContextManager:

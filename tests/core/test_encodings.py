@@ -253,10 +253,7 @@ def test_settings_of_families_are_checked(build: Callable[..., Encoding], messag
             partial(tr.MixedRoPE, num_axes=2, num_heads=1, head_dim=8, rotary_dim=10),
             "rotary_dim must be an integer from 0 to",
         ),
-        (
-            partial(tr.LieRE, num_axes=2, num_heads=1, head_dim=8, block_size=1),
-            "block_size must be 2 or more, got 1",
-        ),
+        (partial(tr.LieRE, num_axes=2, num_heads=1, head_dim=8, block_size=1), "block_size must be 2 or more, got 1"),
     ],
 )
 def test_encodings_refuse_invalid_sizes_in_one_line(build: partial, message: str) -> None:

@@ -68,10 +68,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: rotate(encoding()(tr.grid(8, 12)), heads(101)),
         "got 101; for 5 more in front (CLS, registers) pass positions through tr.prefix(positions, 5)",
     ),
-    "unknown layout": (
-        lambda: rotate(encoding()(tr.grid(8, 12)), layout="bnhd"),
-        "layout must be one of bhtd, bthd",
-    ),
+    "unknown layout": (lambda: rotate(encoding()(tr.grid(8, 12)), layout="bnhd"), "layout must be one of bhtd, bthd"),
     "sizes in a tuple": (
         lambda: tr.grid((8, 12)),  # type: ignore[arg-type]
         "sizes must be one argument each, grid(8, 12) or grid(*sizes), got ((8, 12),)",
@@ -105,10 +102,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: tr.ViT(32, patch_size=4),
         "input_size must be the extent of the data along each axis, got 32",
     ),  # type: ignore[arg-type]
-    "no batch": (
-        lambda: vit()(torch.randn(1, 8, 8)),
-        "data must be (batch, channels, *sizes) of 2 sizes, got (8,)",
-    ),
+    "no batch": (lambda: vit()(torch.randn(1, 8, 8)), "data must be (batch, channels, *sizes) of 2 sizes, got (8,)"),
     "a NumPy array": (
         lambda: vit()(torch.randn(1, 1, 8, 8).numpy()),
         "data must be a tensor, or a list of samples, got ndarray",

@@ -233,12 +233,7 @@ def test_interpolate_and_ntk_match_transformers() -> None:
 @pytest.mark.parametrize("train_size", [256, 2048])
 @pytest.mark.parametrize("factor", [1.0, 4.0, 16.0])
 def test_yarn_matches_transformers(factor: float, train_size: int) -> None:
-    rope = {
-        "rope_type": "yarn",
-        "factor": factor,
-        "original_max_position_embeddings": train_size,
-        "truncate": False,
-    }
+    rope = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": train_size, "truncate": False}
     theirs, temperature = ROPE_INIT_FUNCTIONS["yarn"](llama(rope), "cpu")
     mine = tr.scaling.yarn(geometric_frequencies(), factor, train_size=train_size)
     assert torch.allclose(mine.flatten().float(), theirs, rtol=1e-5)

@@ -147,10 +147,7 @@ def test_position_functions_keep_at_least_float32(dtype: torch.dtype) -> None:
         (lambda: tr.grid(), r"one size per axis, each 0 or more, got \(\)"),
         (lambda: tr.grid(2, -1), r"got \(2, -1\)"),
         (lambda: tr.grid(2, 2, spacing=(1.0,)), r"spacing must be one number or one per axis \(2\), got 1"),
-        (
-            lambda: tr.grid(2, dtype=torch.bfloat16),
-            "positions must be float32 or float64, got torch.bfloat16",
-        ),
+        (lambda: tr.grid(2, dtype=torch.bfloat16), "positions must be float32 or float64, got torch.bfloat16"),
         (lambda: tr.prefix(tr.grid(2), -1), "count must be 0 or more, got -1"),
         (lambda: tr.positions.random_shift(tr.grid(2), -1.0), "random_shift needs an amount of 0 or more, got -1.0"),
         (lambda: tr.positions.random_scale(tr.grid(2), 0.5), "factor must be 1 or more, got 0.5"),

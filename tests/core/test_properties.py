@@ -462,10 +462,7 @@ UNTESTABLE: list[tuple[Callable[[], object], str]] = [
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
-@pytest.mark.parametrize(
-    ("wrong", "name", "cause"),
-    [pytest.param(*row, id=row[0].__name__) for row in MISTAKES],
-)
+@pytest.mark.parametrize(("wrong", "name", "cause"), [pytest.param(*row, id=row[0].__name__) for row in MISTAKES])
 def test_check_names_common_mistakes(wrong: type[tr.Encoding], name: str, cause: str) -> None:
     with pytest.raises(AssertionError) as caught:
         testing.check(partial(wrong, **SIZES))

@@ -50,12 +50,7 @@ def build(num_axes: int, num_heads: int, head_dim: int) -> tr.Encoding:
 
 @pytest.mark.parametrize(
     ("added", "kind"),
-    [
-        (Diagonal, "Diagonal"),
-        (Isotropic, "Isotropic"),
-        (build, "LieRE"),
-        (partial(Blocks, block_size=4), "Blocks"),
-    ],
+    [(Diagonal, "Diagonal"), (Isotropic, "Isotropic"), (build, "LieRE"), (partial(Blocks, block_size=4), "Blocks")],
 )
 def test_registered_name_builds_models_alone_and_in_combinations(added: Callable[..., Any], kind: str) -> None:
     tr.register_encoding("mine", added)

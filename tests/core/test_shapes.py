@@ -52,15 +52,6 @@ def ones(*shape: int, **settings: Any) -> Tensor:
     return torch.ones(shape, **settings)
 
 
-@pytest.fixture
-def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the CPU kernels that ran."""
-    names: list[str] = []
-    run = native._run
-    monkeypatch.setattr(native, "_run", lambda name, *args: names.append(name) or run(name, *args))
-    return names
-
-
 FREQUENCIES, GENERATORS = "frequencies_per_axis() must be", "generators() must be (2, 4 or 1, 8, 8, 8)"
 FACTORS, BASE = "factors of factors_and_base() must be", "base of factors_and_base() must be"
 BLOCKS = torch.zeros(4, 8, 8, 8)

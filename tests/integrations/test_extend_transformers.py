@@ -74,12 +74,7 @@ def test_yarn_scales_scores_of_swapped_towers_that_do_not_rotate(name: str) -> N
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "LlamaForCausalLM",
-        "Qwen3ForCausalLM",
-        pytest.param("Olmo2ForCausalLM", marks=pytest.mark.slow),
-    ],
+    "name", ["LlamaForCausalLM", "Qwen3ForCausalLM", pytest.param("Olmo2ForCausalLM", marks=pytest.mark.slow)]
 )
 def test_yarn_of_a_decoder_is_that_of_transformers(name: str) -> None:
     rope = dict(rope_theta=100.0, factor=4.0, original_max_position_embeddings=1024, truncate=False)

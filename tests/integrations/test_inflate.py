@@ -315,10 +315,7 @@ def clip() -> Any:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (
-            partial(tr.Swin, (32, 32), dim=16, depths=(2,), num_heads=(1,), window_size=4),
-            "must be a ViT, .* got Swin",
-        ),
+        (partial(tr.Swin, (32, 32), dim=16, depths=(2,), num_heads=(1,), window_size=4), "must be a ViT, .* got Swin"),
         (lambda: tr.Features(ours("mixed")), "got Features"),
         (partial(nn.Linear, 2, 2), "got Linear"),
         (clip, "inflate supports these models of transformers: .*, got CLIPVisionModel"),

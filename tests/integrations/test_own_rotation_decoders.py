@@ -82,10 +82,7 @@ def test_text_of_qwen_vl_has_three_axes() -> None:
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        (
-            dict(rope_type="yarn", factor=2.0),
-            "rope_type='yarn' also scales q and k; .*attention_scaling=1.06931$",
-        ),
+        (dict(rope_type="yarn", factor=2.0), "rope_type='yarn' also scales q and k; .*attention_scaling=1.06931$"),
         (dict(rope_type="dynamic", factor=2.0), "same at all lengths; .*, got LlamaModel with rope_type='dynamic'$"),
     ],
 )

@@ -203,11 +203,7 @@ LIERE = "^checkpoint of LieRE: "
             "pos_embedding must be zero in a file with generators, got other values$",
         ),
         ({}, dict(layers="all"), "layers must be 'as published' or 'per layer', got 'all'$"),
-        (
-            {},
-            dict(input_size=32),
-            r"input_size must give 16 patches of \(4, 4\), as in pos_embedding, got \(32, 32\)$",
-        ),
+        ({}, dict(input_size=32), r"input_size must give 16 patches of \(4, 4\), as in pos_embedding, got \(32, 32\)$"),
         ({}, dict(patch_size=5), r"patch_size must be 2 numbers that divide 48, got \(5, 5\)$"),
         (
             {"position_encoder.generator_raw_params": torch.ones(2, 2, 16, 8, 8)},

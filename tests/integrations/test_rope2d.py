@@ -157,11 +157,7 @@ def test_rotation_has_no_state_and_is_not_cast() -> None:
     ("tokens", "positions", "message"),
     [
         (torch.zeros(1, 1, 2, 6), torch.zeros(1, 2, 2), "head_dim must be divisible by 4, .* got 6"),
-        (
-            torch.zeros(1, 2, 8),
-            torch.zeros(1, 2, 2),
-            r"\(batch, heads, n, head_dim\), got .*\(1, 2, 8\)",
-        ),
+        (torch.zeros(1, 2, 8), torch.zeros(1, 2, 2), r"\(batch, heads, n, head_dim\), got .*\(1, 2, 8\)"),
         (torch.zeros(1, 1, 2, 8).long(), torch.zeros(1, 2, 2), "floating point .* got torch.int64"),
         (torch.zeros(2, 1, 2, 8), torch.zeros(2, 2, 3), r"must be y and x, \(2, 2, 2\) or .* got \(2, 2, 3\)"),
         (torch.zeros(2, 1, 2, 8), torch.zeros(3, 2, 2), r"got \(3, 2, 2\)"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from rotating import IMAGES
 from swapped import awake, images, made, rewrite
 from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModel
@@ -31,14 +32,7 @@ class TwoTowers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        config = CLIPVisionConfig(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            image_size=64,
-            patch_size=16,
-        )
+        config = CLIPVisionConfig(**{**IMAGES, "image_size": 64, "patch_size": 16})
         self.left, self.right = made("vit"), CLIPVisionModel(config)
 
     def forward(self, x: Tensor) -> Tensor:

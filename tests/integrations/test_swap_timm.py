@@ -62,8 +62,7 @@ def with_zeros(model: Any, encoding: Any, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name_of_encoding",
-    [pytest.param(name, marks=() if name == "mixed" else pytest.mark.slow) for name in ENCODINGS],
+    "name_of_encoding", [pytest.param(name, marks=() if name == "mixed" else pytest.mark.slow) for name in ENCODINGS]
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_zero_generators_keep_outputs_bit_for_bit(name: str, name_of_encoding: str) -> None:

@@ -166,6 +166,36 @@ def test_encodings_learn_where_tokens_are_made_without_gradients(encoding: Any) 
     assert all(parameter.grad.any() for parameter in model.rotary.parameters())
 
 
+def weights(model: Any) -> dict[str, Tensor]:
+    return {name: x * 0.9 for name, x in model.state_dict().items()}
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "in place": lambda model: model.load_state_dict(weights(model)),
+    "of one layer": lambda model: model.rotary.encodings[1].frequencies.data.mul_(2),
+    "assigned": lambda model: model.load_state_dict(weights(model), assign=True),
+    "encoding": lambda model: model.rotary.encodings[0].zero_(),
+    "dtype": lambda model: model.double(),
+    "hook": lambda model: model.rotary.encodings[0].register_forward_hook(lambda *given: given[-1].inverse()),
+    "size": lambda model: None,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_rotations_of_earlier_forwards_follow_whatever_changes(change: str) -> None:
+    model = vit()
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        before = [model(x) for _ in range(4)]
+    assert all(torch.equal(output, before[0]) for output in before)
+    CHANGES[change](model)
+    x = torch.randn(2, 3, 32, 64) if change == "size" else x.to(next(model.parameters()).dtype)
+    expected = model(x)  # with gradients, where nothing is kept
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
+    assert change in ("size", "dtype") or (expected - before[0]).abs().max() > 1e-5
+
+
 def test_split_along_another_axis_is_refused() -> None:
     tr.integrations.register_family(family_of(Patches, tr.integrations.AfterSplit()))
     with pytest.raises(ValueError, match=r"qkv\.unbind\(0\), which .* got a Split that calls it 0 times$"):

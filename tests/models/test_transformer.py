@@ -18,10 +18,7 @@ SMALL = dict(num_axes=2, num_outputs=3, dim=48, depth=2, num_heads=2, mlp_dim=32
 build = partial(tr.Transformer, 5, **SMALL)
 NAMES = [*ROTARY, "liere:8", "string:4", "sinusoidal", "sinusoidal+mixed"]
 NAMES = [{"comrope-ap": "comrope-ap:4"}.get(name, name) for name in NAMES]
-KINDS: dict[str, dict[str, Any]] = {
-    "softmax": dict(),
-    "linear": dict(attention="linear"),
-}
+KINDS: dict[str, dict[str, Any]] = {"softmax": dict(), "linear": dict(attention="linear")}
 NAMES_AND_KINDS = [*((name, "softmax") for name in NAMES), *(("string:4", kind) for kind in KINDS)]
 NAMES_AND_KINDS += [("liere:8", "linear"), ("comrope-ld", "linear"), ("sinusoidal", "linear")]
 

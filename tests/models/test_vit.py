@@ -21,13 +21,7 @@ tiny = partial(tr.ViT, in_channels=1, num_outputs=5, dim=48, depth=2, num_heads=
 
 def test_vit_equals_timm_with_the_same_weights() -> None:
     theirs = VisionTransformer(
-        img_size=(32, 48),
-        patch_size=8,
-        embed_dim=48,
-        depth=3,
-        num_heads=4,
-        num_classes=7,
-        no_embed_class=True,
+        img_size=(32, 48), patch_size=8, embed_dim=48, depth=3, num_heads=4, num_classes=7, no_embed_class=True
     ).eval()
     mine = tr.ViT((32, 48), patch_size=8, num_outputs=7, dim=48, depth=3, num_heads=4, encoding="learned").eval()
     mine.load_state_dict(_from_timm(theirs))

@@ -16,15 +16,6 @@ from torchrope.ops.backends import current
 needs_kernels = pytest.mark.skipif(native.LIBRARY is None, reason="no kernels were built for this machine")
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the CPU kernels that were called."""
-    names: list[str] = []
-    run = native._run
-    monkeypatch.setattr(native, "_run", lambda name, *args: names.append(name) or run(name, *args))
-    return names
-
-
 def rotate(encoding: tr.Encoding, q: Tensor) -> Tensor:
     return tr.rotate(q, q, encoding(tr.grid(3, 3)))[0]
 
@@ -66,25 +57,25 @@ def test_other_threads_keep_their_choice() -> None:
 @needs_kernels
 @pytest.mark.parametrize("build", [liere, lambda: tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=8)])
 def test_reference_calls_no_kernel_and_its_gradients_have_gradients(
-    build: Callable[[], tr.Encoding], calls: list[str]
+    build: Callable[[], tr.Encoding], called: list[str]
 ) -> None:
     encoding, q = build(), torch.randn(1, 2, 9, 8, requires_grad=True)
     with tr.backend("reference"):
         rotated = rotate(encoding, q)
     (gradient,) = torch.autograd.grad(rotated.square().sum(), q, create_graph=True)
     gradient.square().sum().backward()
-    assert "torchrope_block" not in calls
-    assert "torchrope_skew_exp" not in calls
-    assert not any("planar" in name for name in calls)
+    assert "torchrope_block" not in called
+    assert "torchrope_skew_exp" not in called
+    assert not any("planar" in name for name in called)
 
 
 @needs_kernels
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_recomputation_inside_the_block_uses_its_choice(use_reentrant: bool, calls: list[str]) -> None:
+def test_recomputation_inside_the_block_uses_its_choice(use_reentrant: bool, called: list[str]) -> None:
     encoding, q = liere(), torch.randn(1, 2, 9, 8, requires_grad=True)
     with tr.backend("reference"):
         checkpoint(lambda x: rotate(encoding, x).square(), q, use_reentrant=use_reentrant).sum().backward()
-    assert calls == []
+    assert called == []
 
 
 @needs_kernels
@@ -151,13 +142,13 @@ def test_forward_mode_derivatives_are_those_of_the_reference(encoding: type[tr.E
 
 
 @pytest.mark.parametrize("build", [liere, lambda: tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=8)])
-def test_transforms_of_torch_func_take_the_reference(build: Callable[[], tr.Encoding], calls: list[str]) -> None:
+def test_transforms_of_torch_func_take_the_reference(build: Callable[[], tr.Encoding], called: list[str]) -> None:
     encoding, q = build(), torch.randn(3, 1, 2, 9, 8)
     expected = rotate(encoding, q)
-    calls.clear()
+    called.clear()
     mapped = torch.vmap(lambda q: rotate(encoding, q))(q)
     torch.func.grad(lambda q: rotate(encoding, q).square().sum())(q)
-    assert calls == []
+    assert called == []
     torch.testing.assert_close(mapped, expected, atol=1e-5, rtol=1e-5)
     for name in ("native", "triton"):
         with tr.backend(name), pytest.raises(ValueError, match=f"^backend '{name}' supports no torch.func transform"):

@@ -77,20 +77,17 @@ def test_position_out_of_range_affects_its_token_alone(at: int, value: float) ->
     assert rotated[:, :, at].isnan().all() == (value != 1e30)
 
 
+@pytest.mark.usefixtures("threads")
 def test_large_lattices_give_the_same_bits_for_any_number_of_threads() -> None:
     encoding = build("mixed", 2, 2, heads=1)
     inputs = [
         replace(make_inputs(encoding, 900, batch=(batch,), heads=heads), positions=tr.grid(30, 30))
         for batch, heads in ((1, (1, 1)), (40, (2, 1)))
     ]
-    threads = torch.get_num_threads()
     found = []
-    try:
-        for count in (1, 2, 3, 5):
-            torch.set_num_threads(count)
-            found.append([outcome(encoding, each) for each in inputs])
-    finally:
-        torch.set_num_threads(threads)
+    for count in (1, 2, 3, 5):
+        torch.set_num_threads(count)
+        found.append([outcome(encoding, each) for each in inputs])
     for others in found[1:]:
         for one, other in zip(found[0], others, strict=True):
             assert_same_bits(one, other)

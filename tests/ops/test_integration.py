@@ -224,14 +224,17 @@ def test_gradients_of_matrices_and_vectors_add_up(b: int) -> None:
         torch.testing.assert_close(whole, one + other, rtol=1e-3, atol=1e-3)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_modes_and_tracers_see_the_operators(encoding: str) -> None:
     made = tr.encodings.parse_encoding(encoding).rotary(num_axes=2, num_heads=2, head_dim=16)
-    x, rotation = torch.randn(1, 2, 9, 16), made(tr.grid(3, 3)).detach()
-    traced = make_fx(lambda y: tr.apply(y, rotation))(x)
+    (x, k), rotation = torch.randn(2, 1, 2, 9, 16), made(tr.grid(3, 3))
+    for _ in range(3):  # from then on a call is repeated
+        tr.rotate(x, k, rotation)
+    traced = make_fx(lambda y: tr.rotate(y, k, rotation))(x)
     assert any(str(node.target).startswith("torchrope.rotate_") for node in traced.graph.nodes)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        assert isinstance(tr.apply(fake.from_tensor(x), rotation), FakeTensor)
+        assert isinstance(tr.rotate(fake.from_tensor(x), fake.from_tensor(k), rotation)[0], FakeTensor)
 
 
 def test_tensors_whose_memory_holds_other_values_are_rotated_as_they_read() -> None:

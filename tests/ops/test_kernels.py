@@ -369,19 +369,16 @@ def _place_of_interest(where: str, b: int) -> torch.Tensor:
     return block[tuple(torch.triu_indices(b, b, 1))]
 
 
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize(("family", "b"), [*KINDS, ("ap", 3), ("ld", 4), ("liere", 16)])
 def test_results_are_bit_identical_for_any_number_of_threads(family: str, b: int, heads: int) -> None:
     encoding = build(family, b, 2, heads=heads)
     inputs = [make_inputs(encoding, 197), make_inputs(encoding, 33, sets=(2,), key_tokens=70)]
-    threads = torch.get_num_threads()
     found = []
-    try:
-        for count in (1, 2, 2, 3, 7):
-            torch.set_num_threads(count)
-            found.append([outcome(encoding, one) for one in inputs])
-    finally:
-        torch.set_num_threads(threads)
+    for count in (1, 2, 2, 3, 7):
+        torch.set_num_threads(count)
+        found.append([outcome(encoding, one) for one in inputs])
     for others in found[1:]:
         for one, other in zip(found[0], others, strict=True):
             assert_same_bits(one, other)

@@ -9,10 +9,7 @@ from torch.nn import functional
 
 import torchrope as tr
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DEVICE = "cuda"
 NAMES = ["axial", "mixed", "comrope-ld:8", "comrope-ap:8", "liere:8", "liere:32"]
 

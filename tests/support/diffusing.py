@@ -11,6 +11,7 @@ from torch import Tensor
 import torchrope as tr
 
 Inputs = dict[str, Any]
+_SMALL = {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2}
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -25,11 +26,9 @@ def _step() -> Tensor:
 def _flux(**settings: Any) -> Any:
     return models.FluxTransformer2DModel(
         **{
-            "in_channels": 4,
+            **_SMALL,
             "num_layers": 1,
             "num_single_layers": 1,
-            "attention_head_dim": 16,
-            "num_attention_heads": 2,
             "joint_attention_dim": 8,
             "pooled_projection_dim": 8,
             "axes_dims_rope": (4, 4, 8),
@@ -53,11 +52,9 @@ def _flux_inputs(rows: int = 4, columns: int = 5) -> Inputs:
 def _flux2(**settings: Any) -> Any:
     return models.Flux2Transformer2DModel(
         **{
-            "in_channels": 4,
+            **_SMALL,
             "num_layers": 1,
             "num_single_layers": 1,
-            "attention_head_dim": 16,
-            "num_attention_heads": 2,
             "joint_attention_dim": 8,
             "timestep_guidance_channels": 16,
             "axes_dims_rope": (4, 4, 4, 4),
@@ -81,11 +78,7 @@ def _flux2_inputs(rows: int = 4, columns: int = 5) -> Inputs:
 def _qwen(**settings: Any) -> Any:
     return models.QwenImageTransformer2DModel(
         **{
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_layers": 2,
-            "attention_head_dim": 16,
-            "num_attention_heads": 2,
+            **_SMALL,
             "joint_attention_dim": 8,
             "axes_dims_rope": (4, 4, 8),
             **settings,
@@ -109,14 +102,10 @@ def _video(frames: int = 3, rows: int = 6, columns: int = 8) -> Tensor:
 def _wan(**settings: Any) -> Any:
     return models.WanTransformer3DModel(
         **{
-            "num_attention_heads": 2,
-            "attention_head_dim": 16,
-            "in_channels": 4,
-            "out_channels": 4,
+            **_SMALL,
             "text_dim": 8,
             "freq_dim": 16,
             "ffn_dim": 32,
-            "num_layers": 2,
             **settings,
         }
     )
@@ -129,10 +118,7 @@ def _wan_inputs(*sizes: int) -> Inputs:
 def _hunyuan(**settings: Any) -> Any:
     return models.HunyuanVideoTransformer3DModel(
         **{
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_attention_heads": 2,
-            "attention_head_dim": 16,
+            **_SMALL,
             "num_layers": 1,
             "num_single_layers": 1,
             "num_refiner_layers": 1,
@@ -156,13 +142,9 @@ def _hunyuan_inputs(*sizes: int) -> Inputs:
 def _cogvideox(**settings: Any) -> Any:
     return models.CogVideoXTransformer3DModel(
         **{
-            "num_attention_heads": 2,
-            "attention_head_dim": 16,
-            "in_channels": 4,
-            "out_channels": 4,
+            **_SMALL,
             "time_embed_dim": 8,
             "text_embed_dim": 8,
-            "num_layers": 2,
             "sample_width": 8,
             "sample_height": 6,
             "sample_frames": 9,
@@ -186,12 +168,8 @@ def _cogvideox_inputs(frames: int = 3, rows: int = 6, columns: int = 8) -> Input
 def _ltx(**settings: Any) -> Any:
     return models.LTXVideoTransformer3DModel(
         **{
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_attention_heads": 2,
-            "attention_head_dim": 16,
+            **_SMALL,
             "cross_attention_dim": 32,
-            "num_layers": 2,
             "caption_channels": 8,
             **settings,
         }
@@ -222,17 +200,13 @@ def _ltx_inputs(frames: int = 2, rows: int = 3, columns: int = 4) -> Inputs:
 def _ltx2(**settings: Any) -> Any:
     return models.LTX2VideoTransformer3DModel(
         **{
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_attention_heads": 2,
-            "attention_head_dim": 16,
+            **_SMALL,
             "cross_attention_dim": 32,
             "audio_in_channels": 4,
             "audio_out_channels": 4,
             "audio_num_attention_heads": 2,
             "audio_attention_head_dim": 8,
             "audio_cross_attention_dim": 16,
-            "num_layers": 2,
             "caption_channels": 8,
             **settings,
         }
@@ -241,16 +215,10 @@ def _ltx2(**settings: Any) -> Any:
 
 def _ltx2_inputs(frames: int = 2, rows: int = 3, columns: int = 4) -> Inputs:
     return {
-        "hidden_states": drawn(1, frames * rows * columns, 4),
+        **_ltx_inputs(frames, rows, columns),
         "audio_hidden_states": drawn(1, 5, 4, seed=3),
-        "encoder_hidden_states": drawn(1, 3, 8, seed=1),
         "audio_encoder_hidden_states": drawn(1, 3, 8, seed=4),
-        "timestep": torch.tensor([500]),
-        "encoder_attention_mask": torch.ones(1, 3, dtype=torch.bool),
         "audio_encoder_attention_mask": torch.ones(1, 3, dtype=torch.bool),
-        "num_frames": frames,
-        "height": rows,
-        "width": columns,
         "audio_num_frames": 5,
         "video_coords": _ltx_coordinates(frames, rows, columns).unsqueeze(-1).expand(-1, -1, -1, 2),
     }
@@ -287,11 +255,7 @@ def _lumina2_inputs(rows: int = 6, columns: int = 8) -> Inputs:
 def _cosmos(**settings: Any) -> Any:
     return models.CosmosTransformer3DModel(
         **{
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_attention_heads": 2,
-            "attention_head_dim": 16,
-            "num_layers": 2,
+            **_SMALL,
             "mlp_ratio": 2,
             "text_embed_dim": 8,
             "adaln_lora_dim": 4,

@@ -123,13 +123,7 @@ def outcome(encoding: Encoding, inputs: Inputs, *, backend: str = "auto", scores
     rotation, *of_keys = (under(backend, encoding, p) for p in places)
     key_rotation = of_keys[0] if of_keys else None
     turned = under(
-        backend,
-        tr.rotate,
-        leaves["q"],
-        leaves["k"],
-        rotation,
-        key_rotation=key_rotation,
-        scores_only=scores,
+        backend, tr.rotate, leaves["q"], leaves["k"], rotation, key_rotation=key_rotation, scores_only=scores
     )
     out = {"R q": turned[0], "R k": turned[1]}
     upstream = list(inputs.upstream)

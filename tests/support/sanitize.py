@@ -24,6 +24,7 @@ TESTS = (
     "core/test_fuzz.py",
     "ops/test_operator_arguments.py",
     "core/test_shapes.py",
+    "ops/test_repeated_calls.py",
 )
 FLAGS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 SETS = {"AVX512": ("x86-64-v4", "x86-64-v3", "x86-64"), "AVX2": ("x86-64-v3", "x86-64")}

@@ -40,7 +40,8 @@ def load_backbone(features: Features, source: nn.Module) -> None:
     plain = []  # stages with the same spacing at all sizes
     for pair in zip(getattr(model, "stages", [model]), getattr(trained, "stages", [trained]), strict=False):
         lattices = [stage.position_map for stage in pair]
-        at, expected = (_sample(lattice, len(model.embed.patch_size)) for lattice in lattices)
+        few = range(3, 3 + len(model.embed.patch_size))
+        at, expected = (x(*few, spacing=None if x.unit is None else torch.ones(1, len(few))) for x in lattices)
         if all({"spacing", "origin"}.issuperset(lattice.settings()) for lattice in lattices):
             plain.append(pair)
         elif not torch.allclose(at, expected):
@@ -152,11 +153,6 @@ def _inferred_options(source: nn.Module, state: dict[str, Tensor]) -> dict[str, 
     if not any(name.endswith("freqs") for name in state):
         inferred["encoding"] = "none" if getattr(tower, "rope", None) is None else "axial"
     return {name: value for name, value in inferred.items() if value is not None}
-
-
-def _sample(lattice: Lattice, axes: int) -> Tensor:
-    """Return positions on a small lattice."""
-    return lattice(*range(3, 3 + axes), spacing=None if lattice.unit is None else torch.ones(1, axes))
 
 
 def fitted_state(model: ViT | Swin, source: ViT | Swin) -> dict[str, Tensor]:

@@ -30,13 +30,7 @@ class MixedRoPE(Encoding):
         768
     """
 
-    def __init__(
-        self,
-        *,
-        base: float = 10.0,
-        init_scale: float = 1.0,
-        **shape: Unpack[HeadShape],
-    ) -> None:
+    def __init__(self, *, base: float = 10.0, init_scale: float = 1.0, **shape: Unpack[HeadShape]) -> None:
         super().__init__(block_size=2, **shape)
         self.base = base
         self.init_scale = check_scale(init_scale)

@@ -62,11 +62,7 @@ BIAS: dict[str, Callable[..., ScoreBias]] = {
     "alibi": ALiBi,
     "fire": FIRE,
 }
-KINDS: tuple[tuple[type, dict[str, Any]], ...] = (
-    (Encoding, ROTARY),
-    (AbsoluteEncoding, ABSOLUTE),
-    (ScoreBias, BIAS),
-)
+KINDS: tuple[tuple[type, dict[str, Any]], ...] = ((Encoding, ROTARY), (AbsoluteEncoding, ABSOLUTE), (ScoreBias, BIAS))
 """Base classes, with the encodings of each by name."""
 BUILT_IN = frozenset((*ROTARY, *ABSOLUTE, *BIAS))
 ALIASES = {"rope": "axial", "rope-axial": "axial", "rope-mixed": "mixed"}

@@ -4,16 +4,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from torchrope.encodings.base import (
-    Encoding,
-    HeadShape,
-    check_scale,
-    in_basis,
-    planar,
-    rounding,
-    skew,
-    upper_triangle,
-)
+from torchrope.encodings.base import Encoding, HeadShape, check_scale, in_basis, planar, rounding, skew, upper_triangle
 from torchrope.encodings.mixed import rotated_axial_frequencies
 from torchrope.encodings.skew_matrices import cayley, common_planes, inverse_cayley
 from torchrope.ops.shapes import require_shape
@@ -52,12 +43,7 @@ class STRING(Encoding):
     has_frequencies = True
 
     def __init__(
-        self,
-        *,
-        block_size: int | None = None,
-        base: float = 10.0,
-        init_scale: float = 1.0,
-        **shape: Unpack[HeadShape],
+        self, *, block_size: int | None = None, base: float = 10.0, init_scale: float = 1.0, **shape: Unpack[HeadShape]
     ) -> None:
         super().__init__(block_size=block_size, **shape)
         if self.block_size % 2:

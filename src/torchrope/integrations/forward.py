@@ -106,15 +106,15 @@ class ForwardState:
         Raises:
             ValueError: a layer outside of a forward, or recomputed by a function that does not know its forward.
         """
-        placed, backward = running.placed, _backward_pass()
-        if placed is None or placed.backward not in (None, backward):
+        placed, learned = running.placed, torch.is_grad_enabled()
+        if placed is None or (learned and placed.backward not in (None, _backward_pass())):
             kind = type(self.tower).__name__
-            if backward != -1:
+            if _backward_pass() != -1:
                 rule = "blocks of a swapped model are recomputed by `checkpoint`, imported by name in its module"
                 raise ValueError(f"{rule}, which keeps their positions; got a {kind} with another checkpointing")
             rule = "layers of a swapped model must be called through the model, which computes their positions"
             raise ValueError(f"{rule}, got a layer of {kind} called alone")
-        if placed.rotations and (placed.learned or not torch.is_grad_enabled()):
+        if placed.rotations and (placed.learned or not learned):
             return placed.rotations[layer % len(placed.rotations)]
         index = self.rotary.index(layer)
         return cast(Rotation, self.rotary.encodings[index](placed.positions[index]))

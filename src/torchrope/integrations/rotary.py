@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from torchrope.encodings import Encoding
-from torchrope.inference import Frozen
+from torchrope.inference import rotates_pairs, would_repeat
 from torchrope.integrations.own_rotation import halves
 from torchrope.lattice import Lattice
 from torchrope.positions import grid, prefix
 from torchrope.rotations import Rotation
-from torchrope.tensors import can_read, wide_positions
+from torchrope.tensors import wide_positions
 
 ATTRIBUTE = "rotary"
 """Attribute of a swapped model that holds its encodings."""
@@ -48,6 +48,7 @@ class Rotary(nn.Module):
         ]
         self.received: dict[str, Any] = {}  # the source of each layer's tables, if the family looks for it
         self._known: dict[Any, Tensor] = {}  # positions of all tokens of a lattice, by its sizes
+        self._made: list[tuple[Tensor, Rotation]] = []  # the rotations of the last forward, with their positions
         self._compute_orders()
 
     def index(self, layer: int) -> int:
@@ -123,10 +124,17 @@ class Rotary(nn.Module):
         """Return the rotations of all layers, one if they share it; none if each layer must make its own."""
         if len(self.encodings) == 1:  # before layers that checkpointing may run again
             return [self.encodings[0](positions[0])]
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not all(map(_rotates_pairs, self.encodings)):
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return []
+        made = self._made
+        if made and all(map(would_repeat, self.encodings, positions, *zip(*made, strict=True))):
+            return [rotation for _, rotation in made]
+        if not all(map(rotates_pairs, self.encodings)):
             return []
         # Between layers, where caches hold other code, an encoding takes much longer.
-        return [encoding(each) for encoding, each in zip(self.encodings, positions, strict=True)]
+        rotations = [encoding(each) for encoding, each in zip(self.encodings, positions, strict=True)]
+        self._made = list(zip(positions, rotations, strict=True)) if positions[0].ndim == 2 else []
+        return rotations
 
     def at(self, index: int, indices: Tensor, sizes: Sequence[int | Tensor] = ()) -> Tensor:
         """Return the positions of some tokens of a lattice for one encoding, `(..., tokens, axes)`."""
@@ -136,14 +144,6 @@ class Rotary(nn.Module):
             double |= wide_positions(indices, unread=torch.float32).dtype == torch.float64
         positions = lattice.at(indices.to(torch.float64 if double else torch.float32), sizes)
         return lattice.perturbed(positions) if self.training else positions
-
-
-def _rotates_pairs(encoding: nn.Module) -> bool:
-    """Return whether an encoding is frozen, or rotates pairs of channels, whose rotations hold no tables."""
-    if not isinstance(encoding, Encoding) or not encoding.has_frequencies or type(encoding).basis is not Encoding.basis:
-        return isinstance(encoding, Frozen)
-    frequencies = encoding.frequencies_per_axis()
-    return can_read(frequencies) and frequencies.ndim == 3  # not those that FSDP gathers before a block
 
 
 class Replaced:

@@ -336,11 +336,7 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"quick_gelu": QuickGELU, "gel
 def mlp(dim: int, hidden_dim: int, dropout: float, activation: Callable[[], nn.Module] = nn.GELU) -> nn.Sequential:
     """Build the MLP of a layer:  W₂ σ(W₁ x + b₁) + b₂,  σ = gelu by default."""
     return nn.Sequential(
-        nn.Linear(dim, hidden_dim),
-        activation(),
-        nn.Dropout(dropout),
-        nn.Linear(hidden_dim, dim),
-        nn.Dropout(dropout),
+        nn.Linear(dim, hidden_dim), activation(), nn.Dropout(dropout), nn.Linear(hidden_dim, dim), nn.Dropout(dropout)
     )
 
 

@@ -263,13 +263,7 @@ class WindowAttention(Attention):
     """Attention within the windows of a lattice; the rotation is that of the positions in a window."""
 
     def forward(  # type: ignore[override]
-        self,
-        x: Tensor,
-        rotation: Rotation,
-        *,
-        bias: tuple[Tensor | None, Tensor | None],
-        within: Windows,
-        **_: None,
+        self, x: Tensor, rotation: Rotation, *, bias: tuple[Tensor | None, Tensor | None], within: Windows, **_: None
     ) -> Tensor:
         """Map a lattice `(batch, *sizes, dim)` to the same shape.
 

@@ -193,10 +193,7 @@ class Transformer(Backbone):
         update_all_turns(self)
 
     def forward(
-        self,
-        x: Tensor | Sequence[Tensor],
-        positions: Tensor | Sequence[Tensor],
-        **inputs: Unpack[MaskAndContext],
+        self, x: Tensor | Sequence[Tensor], positions: Tensor | Sequence[Tensor], **inputs: Unpack[MaskAndContext]
     ) -> Tensor | list[Tensor]:
         """Compute the outputs: one per sample, or one per token (`output`).
 
@@ -218,10 +215,7 @@ class Transformer(Backbone):
         return self._outputs(self._states(x, positions, **inputs), self.head)
 
     def features(
-        self,
-        x: Tensor | Sequence[Tensor],
-        positions: Tensor | Sequence[Tensor],
-        **inputs: Unpack[MaskAndContext],
+        self, x: Tensor | Sequence[Tensor], positions: Tensor | Sequence[Tensor], **inputs: Unpack[MaskAndContext]
     ) -> Tensor | list[Tensor]:
         """Compute the input of the head, with dim channels; arguments and shapes as in `forward`."""
         return self._outputs(self._states(x, positions, **inputs), nn.Identity())
@@ -419,12 +413,7 @@ def _of_points(positions: Lattice | None) -> Lattice:
 
 
 def _encodings(
-    choice: Choice,
-    count: int,
-    num_axes: int,
-    head: dict[str, int],
-    lattice: Lattice,
-    sizes: tuple[int, ...] | None,
+    choice: Choice, count: int, num_axes: int, head: dict[str, int], lattice: Lattice, sizes: tuple[int, ...] | None
 ) -> tuple[Lattice, list[Encoding]]:
     """Build the encodings, periodic along axes with a period, and the map from units to their positions."""
 

@@ -338,9 +338,7 @@ class ViT(Shareable, Backbone):
         tokens = self.embed(x)
         if self.absolute is not None:
             tokens = tokens + on_lattice(self.absolute, self.embed.lattice(x.shape[2:]), filled)
-        front = self.prefix_tokens.expand(
-            x.shape[0], -1, -1
-        )  # len() would make the batch size of an exported graph constant
+        front = self.prefix_tokens.expand(x.shape[0], -1, -1)  # len() would be constant in an exported graph
         return self.embedding_norm(self.dropout(torch.cat([front.to(tokens.dtype), tokens], dim=1)))
 
     def positions(

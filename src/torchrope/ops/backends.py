@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from torchrope.ops import native, record
 from torchrope.tensors import in_forward_mode, private
@@ -88,21 +89,23 @@ def current() -> str:
 def runs_on_gpu(like: Tensor) -> bool:
     """Return whether kernels for the tensor's device are those for GPUs: also of a CPU in Triton's interpreter."""
     if like.is_cpu:
-        return _CHOICE.name == "triton" and _interprets()
+        return _CHOICE.name == "triton" and _HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
     return like.device.type == "cuda"
-
-
-def _interprets() -> bool:
-    return _HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def is_plain(*tensors: Tensor) -> bool:
     """Return whether tensors hold their values, and no mode, transform, tracer or subclass has to see operators."""
-    if torch.compiler.is_compiling() or None in _OBSERVERS or in_forward_mode():
+    if torch.compiler.is_compiling() or None in _OBSERVERS or getattr(forward_ad, "_current_level", -1) >= 0:
         return False
-    if any([observer() for observer in _OBSERVERS]):  # noqa: C419
-        return False
-    return all([type(x) in _PLAIN and _has_storage(x) and not x.is_neg() and not x._is_zerotensor() for x in tensors])  # noqa: C419
+    for observer in _OBSERVERS:
+        if observer():
+            return False
+    for x in tensors:  # no comprehension, which takes longer as it is called
+        if type(x) not in _PLAIN or not _has_storage(x):
+            return False
+        if x.is_neg() or x._is_zerotensor():
+            return False
+    return True
 
 
 def takes_kernels(kernel: str, *tensors: Tensor, halves: bool = False, plain: bool | None = None) -> bool:

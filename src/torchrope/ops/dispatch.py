@@ -120,10 +120,9 @@ def rotate_basis(
         return _like(x, kernel(_flat(x.q), _flat(x.k), *of_basis, not x.scores_only))
     with without_autocast(x.q):
         wide = x.widened(positions)
-        along = reference.combine(
-            positions.to(wide.q.dtype), factors.to(wide.q.dtype)
-        )  # (*batch, heads, tokens, blocks)
-        blocks = exponential(along[..., None, None] * base.to(wide.q.dtype).unsqueeze(1))
+        positions, factors, base = (tensor.to(wide.q.dtype) for tensor in (positions, factors, base))
+        along = reference.combine(positions, factors)  # (*batch, heads, tokens, blocks)
+        blocks = exponential(along[..., None, None] * base.unsqueeze(1))
         return _rotate_blocks(x, wide, blocks)
 
 

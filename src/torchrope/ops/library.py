@@ -5,7 +5,7 @@ arguments and results of the operators; that of `exp_generators` has no tangent.
 returned empty. Only the reference supports gradients of gradients.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -104,15 +104,9 @@ def _gradient(like: Tensor, wanted: bool, device: torch.device) -> Tensor:
     return torch.empty(like.shape if wanted else (0,), dtype=torch.float32, device=device)
 
 
-def _gradients(q: Tensor, k: Tensor, parameters: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[Tensor, ...]:
-    """Allocate gradients to q, k and the wanted parameters."""
-    requested = zip(parameters, wanted, strict=True)
-    return (*_vectors(q, k), *(_gradient(x, needed, q.device) for x, needed in requested))
-
-
 def _fake_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, ...]:
     *tensors, wanted = args
-    return _gradients(q, k, tensors[: len(wanted)], wanted)
+    return (*_vectors(q, k), *(_gradient(x, needed, q.device) for x, needed in zip(tensors, wanted, strict=False)))
 
 
 def _fake_block_backward(

@@ -29,7 +29,9 @@ def rotate_planar(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Ten
     """
     turned, passed = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
     cos, sin = (_repeat_heads(part, x.shape[-3], dims_after_heads=2) for part in (cos, sin))
-    rotated = _rotate_pairs(turned, cos, sin) if interleaved else _rotate_halves(turned, cos, sin)
+    even, odd = turned.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else turned.chunk(2, dim=-1)
+    pairs = cos * even - sin * odd, sin * even + cos * odd  # each (*batch, heads, tokens, pairs)
+    rotated = torch.stack(pairs, dim=-1).flatten(-2) if interleaved else torch.cat(pairs, dim=-1)
     return torch.cat([rotated, passed], dim=-1) if passed.shape[-1] else rotated
 
 
@@ -56,16 +58,6 @@ def into_basis(x: Tensor, basis: Tensor | None) -> Tensor:
 def out_of_basis(x: Tensor, basis: Tensor | None) -> Tensor:
     """Compute P x, the inverse of `into_basis`."""
     return into_basis(x, None if basis is None else basis.mT)
-
-
-def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)  # (*batch, heads, tokens, pairs)
-    return torch.stack([cos * even - sin * odd, sin * even + cos * odd], dim=-1).flatten(-2)
-
-
-def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)  # (*batch, heads, tokens, pairs)
-    return torch.cat([cos * first - sin * second, sin * first + cos * second], dim=-1)
 
 
 def _rotate_blocks(x: Tensor, blocks: Tensor) -> Tensor:

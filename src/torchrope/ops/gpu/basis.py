@@ -25,14 +25,7 @@ _WIDE_WARPS = 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) 
 
 
 def rotate_basis(
-    q: Tensor,
-    k: Tensor,
-    positions: Tensor,
-    factors: Tensor,
-    base: Tensor,
-    basis: Tensor,
-    angular: Tensor,
-    outer: bool,
+    q: Tensor, k: Tensor, positions: Tensor, factors: Tensor, base: Tensor, basis: Tensor, angular: Tensor, outer: bool
 ) -> tuple[Tensor, ...]:
     """Rotate blocks of channels:  y = U rot(s w) U^T x,  b at most 64: wider products need more shared memory.
 

@@ -150,13 +150,7 @@ def locate(inner, heads, tiles, sets):
     """Locate a program: inner tile, head, outer tile, set, share of rows; adjacent programs read adjacent memory."""
     program = tl.program_id(0)
     outer = program // inner // heads
-    return (
-        program % inner,
-        program // inner % heads,
-        outer % tiles,
-        outer // tiles % sets,
-        outer // tiles // sets,
-    )
+    return (program % inner, program // inner % heads, outer % tiles, outer // tiles % sets, outer // tiles // sets)
 
 
 @triton.jit

@@ -6,7 +6,9 @@ of the operator of its name (`ops/library.py`), which checks them.
 """
 
 import ctypes
+import re
 import struct
+import threading
 from collections.abc import Sequence
 from importlib.util import find_spec
 
@@ -34,6 +36,12 @@ _CAPABILITY = {"AVX512": ("avx512", "avx2", "generic"), "AVX2": ("avx2", "generi
 _OTHER_LAYOUT = 2
 
 
+def addresses(kernel: str, arguments: bytes) -> set[int]:
+    """Return the addresses among the arguments of a kernel."""
+    kinds = re.sub(r"(\d+)(.)", lambda part: int(part[1]) * part[2], STRUCTS[kernel].format)
+    return {value for kind, value in zip(kinds, STRUCTS[kernel].unpack(arguments), strict=True) if kind == "P"}
+
+
 def load(path: str) -> ctypes.CDLL:
     """Load a library of kernels, to be assigned to `LIBRARY`."""
     library = ctypes.CDLL(path)
@@ -57,10 +65,21 @@ LIBRARY = _load_fastest()
 """The library for this processor, or None."""
 
 
+RECORD = threading.local()
+"""`calls`: a list to which a thread that has one adds the kernels that it calls, with their arguments."""
+
+
 def _run(kernel: str, fields: Sequence[int], backward: bool = False) -> None:
-    """Call a kernel with the fields of its arguments after the size; MemoryError, or RuntimeError for an old build."""
+    """Call a kernel with the fields of its arguments after the size."""
     structure = STRUCTS[kernel]
-    status = getattr(LIBRARY, kernel)(structure.pack(structure.size, *fields), backward)
+    call(kernel, structure.pack(structure.size, *fields), backward)
+
+
+def call(kernel: str, arguments: bytes, backward: bool = False) -> None:
+    """Call a kernel; MemoryError, or RuntimeError for an old build."""
+    if hasattr(RECORD, "calls"):
+        RECORD.calls.append((kernel, arguments))
+    status = getattr(LIBRARY, kernel)(arguments, backward)
     if status == _OTHER_LAYOUT:
         rule = "kernels must be built from the installed sources: rebuild torchrope"
         raise RuntimeError(f"{rule}, got {kernel} with another argument layout")
@@ -195,14 +214,7 @@ def _run_block(sides: _Sides, head_dim: int, table: Tensor, d_tangent: Tensor | 
 
 
 def rotate_basis(
-    q: Tensor,
-    k: Tensor,
-    positions: Tensor,
-    factors: Tensor,
-    base: Tensor,
-    basis: Tensor,
-    angular: Tensor,
-    outer: bool,
+    q: Tensor, k: Tensor, positions: Tensor, factors: Tensor, base: Tensor, basis: Tensor, angular: Tensor, outer: bool
 ) -> tuple[Tensor, Tensor]:
     """Rotate as `torchrope.ops.dispatch.rotate_basis`, with the outer U if `outer`; base is for its gradient alone."""
     sides = _Sides(q, k)
@@ -231,11 +243,7 @@ def rotate_basis_backward(
 
 
 def _run_basis(
-    sides: _Sides,
-    head_dim: int,
-    tensors: tuple[Tensor, ...],
-    outer: bool,
-    gradients: tuple[Tensor, ...] = (),
+    sides: _Sides, head_dim: int, tensors: tuple[Tensor, ...], outer: bool, gradients: tuple[Tensor, ...] = ()
 ) -> None:
     kept = tuple(map(_float, tensors))
     positions, factors, basis, _ = tensors
