@@ -265,7 +265,7 @@ def would_repeat(encoding: Any, positions: Tensor, before: Tensor, rotation: Rot
     if type(rotation) is not Planar or type(encoding).forward is not Encoding.forward:
         return False
     frequencies = encoding.frequencies_per_axis()  # by their values, as changes through `.data` leave no trace
-    return frequencies.dtype == rotation.dtype and torch.equal(frequencies, rotation.frequencies)
+    return frequencies.dtype == rotation.frequencies.dtype and torch.equal(frequencies, rotation.frequencies)
 
 
 def rotates_pairs(encoding: nn.Module) -> bool:

@@ -80,44 +80,43 @@ def _rotated(
         key_rotation.check("k", x.k, x.q)
         x = QueriesKeys(x.q, x.k, scores_only and rotation.shares_basis(key_rotation, x))
         rotated_q, rotated_k = rotation.rotate_vectors(x.only_q())[0], key_rotation.rotate_vectors(x.only_k())[1]
-    rotated_q, rotated_k = in_layout(rotated_q, layout), in_layout(rotated_k, layout)
-    if rotated_q.dtype != q.dtype or rotated_k.dtype != k.dtype:
-        return rotated_q.to(q.dtype), rotated_k.to(k.dtype)
-    return rotated_q, rotated_k
+    return in_layout(rotated_q, layout).to(q.dtype), in_layout(rotated_k, layout).to(k.dtype)
 
 
 def _again(
     q: Tensor, k: Tensor, rotation: Rotation, layout: str, scores_only: bool, known: Any, repeat: Any
 ) -> tuple[Tensor, Tensor] | None:
-    """Rotate as before, if all but the values is known, or learn to; None where others have to see what is called."""
-    if not is_plain(q, k):
+    """Rotate as before, if all but the values is known; None for calls that differ, or that a mode has to see."""
+    if not is_plain(q, k) or not q.is_cpu:
         return None
     of_q, of_k = (q.shape, q.stride(), q.dtype), (k.shape, k.stride(), k.dtype)
     call = of_q, of_k, layout, scores_only, current(), torch.get_num_threads()
-    if known == call:
-        return None if repeat is None else repeat(q, k)
+    if known != call:
+        object.__setattr__(rotation, "_repeated", (call, None))
+        return None
+    if repeat is not None:
+        return repeat(q, k)
     calls: list[tuple[str, bytes]] = []
     native.RECORD.calls = calls
     try:
         rotated = _rotated(q, k, rotation, None, layout, scores_only)
     finally:
         del native.RECORD.calls
-    object.__setattr__(rotation, "_repeated", (call, _repeatable(calls, (q, k, *rotated), rotation._tensors())))
+    repeat = _repeatable(*calls[0], (q, k, *rotated), rotation._tensors()) if len(calls) == 1 else None
+    object.__setattr__(rotation, "_repeated", (call, repeat or (lambda q, k: None)))
     return rotated
 
 
-def _repeatable(calls: Sequence[tuple[str, bytes]], rows: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
-    """Return a function that repeats a rotation of other rows, if it was one call of a kernel on them and tensors."""
-    if len(calls) != 1:
-        return None
-    [(kernel, packed)] = calls
+def _repeatable(kernel: str, packed: bytes, rows: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
+    """Return a function that repeats a call of a kernel for other rows; None if it read more than rows and tensors."""
     arguments, addresses = array("q", packed), [x.data_ptr() for x in rows]
     held = [(x, x.data_ptr(), x.shape) for x in tensors]
     known = {0, *addresses, *(address for _, address, _ in held)}
     if {arguments.count(address) for address in addresses} != {1} or not native.addresses(kernel, packed) <= known:
         return None
-    indices = [arguments.index(address) for address in addresses]
     of_q, of_k = [(x.shape, x.stride()) for x in rows[2:]]
+    at_q, at_k, at_rotated_q, at_rotated_k = map(arguments.index, addresses)
+    function = getattr(native.LIBRARY, kernel)
 
     def repeat(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
         for x, address, shape in held:
@@ -125,10 +124,9 @@ def _repeatable(calls: Sequence[tuple[str, bytes]], rows: Sequence[Tensor], tens
                 return None
         rotated_q, rotated_k = q.new_empty_strided(*of_q), k.new_empty_strided(*of_k)
         changed = arguments[:]
-        for index, x in zip(indices, (q, k, rotated_q, rotated_k), strict=True):
-            changed[index] = x.data_ptr()
-        native.call(kernel, changed.tobytes())
-        return rotated_q, rotated_k
+        changed[at_q], changed[at_rotated_q] = q.data_ptr(), rotated_q.data_ptr()
+        changed[at_k], changed[at_rotated_k] = k.data_ptr(), rotated_k.data_ptr()
+        return None if function(changed.tobytes(), False) else (rotated_q, rotated_k)
 
     return repeat
 

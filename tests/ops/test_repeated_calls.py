@@ -60,17 +60,17 @@ def assert_as_new(rotation: tr.Rotation, q: Tensor, k: Tensor, **settings: Any) 
 @pytest.mark.parametrize("name", [*ENCODINGS, *FURTHER])
 def test_every_call_equals_the_first(name: str, layout: str, dtype: torch.dtype) -> None:
     rotation = turned(name)
-    for _ in range(4):
+    for _ in range(5):
         assert_as_new(rotation, *packed(layout, dtype), layout=layout)
     one_call = name not in ("pairs in a basis", "float64") and dtype != torch.float64
-    assert (rotation._repeated[1] is not None) == one_call
+    assert (rotation._repeated[1](*packed(layout, dtype)) is not None) == one_call
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_calls_that_differ_in_anything_are_not_repeated(name: str) -> None:
     rotation = turned(name)
-    for change in [each for other in (*CHANGES, "backend", "scores alone") for each in ("", other) for _ in "123"]:
+    for change in [each for other in (*CHANGES, "backend", "scores alone") for each in ("", other) for _ in range(4)]:
         q, k = CHANGES.get(change, lambda *both: both)(*packed())
         with tr.backend("reference" if change == "backend" else "auto"):
             assert_as_new(rotation, q, k, scores_only=change == "scores alone")
@@ -81,7 +81,7 @@ def test_calls_that_differ_in_anything_are_not_repeated(name: str) -> None:
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_tensors_that_change_after_all_are_read_again(name: str, way: str) -> None:
     rotation = turned(name)
-    for _ in range(3):
+    for _ in range(4):
         tr.rotate(*packed(), rotation)
     for tensor in [x for x in rotation._tensors() if 0 not in x.stride()]:  # the tangent is one zero
         if way == "in place":

@@ -75,7 +75,7 @@ class SwappedLayer:
         if rotation is None:
             return q, k
         heads = k.shape[-3 if layout == "bhtd" else -2]
-        if heads < rotation.heads:
+        if heads != self.num_heads and heads < rotation.heads:
             held = slice(heads) if rotation.shape[-2] == 1 else self._heads_of_rank(heads, rotation.heads)
             rotation = rotation[..., held, :]
         rotation, orders = self._in_order(rotation, q.device)

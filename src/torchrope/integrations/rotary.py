@@ -41,10 +41,9 @@ class Rotary(nn.Module):
         self.lattices = list(lattices)
         self._first = [self.lattices.index(lattice) for lattice in lattices]  # here, as compilers compare none
         self.channels = [None if order == tuple(range(len(order or ()))) else order for order in channels]
-        rotated = [encoding.rotary_dim for encoding in encodings]
         self.has_halves = [  # whether the n pairs of an encoding are channels (i, i + n)
-            order is not None and order == (*halves(pairs), *range(pairs, len(order)))
-            for order, pairs in zip(self.channels, rotated, strict=True)
+            order is not None and order == (*halves(encoding.rotary_dim), *range(encoding.rotary_dim, len(order)))
+            for order, encoding in zip(self.channels, encodings, strict=True)
         ]
         self.received: dict[str, Any] = {}  # the source of each layer's tables, if the family looks for it
         self._known: dict[Any, Tensor] = {}  # positions of all tokens of a lattice, by its sizes
@@ -108,14 +107,15 @@ class Rotary(nn.Module):
         """
         if isinstance(indices, Tensor):
             return pad(prefix(self.at(index, indices, sizes), before), (0, 0, 0, after))
-        dtype = next((tensor.dtype for tensor in self._tensors()), None)
+        first = self.encodings[0]
+        own = first._parameters or first._buffers or dict(enumerate(self._tensors()))  # all: takes long
+        dtype = next((tensor.dtype for tensor in own.values() if isinstance(tensor, Tensor)), None)
         keeps = not self.training and not torch.compiler.is_compiling() and all(type(size) is int for size in sizes)
         read = (dtype, torch.is_inference_mode_enabled()) if keeps else None
         key = (self._first[index], indices, *sizes, before, after, read)
         if keeps and key in self._known:
             return self._known[key]
-        whole: list[Any] = list(sizes)
-        positions = self.positions_of(index, grid(*whole, device=indices), sizes, before, after)
+        positions = self.positions_of(index, grid(*sizes, device=indices), sizes, before, after)  # type: ignore[arg-type]
         if keeps and type(positions) is Tensor:
             self._known = {**dict(list(self._known.items())[-_KEPT:]), key: positions}
         return positions
