@@ -264,8 +264,9 @@ def would_repeat(encoding: Any, positions: Tensor, before: Tensor, rotation: Rot
         return encoding.rotation() is rotation
     if type(rotation) is not Planar or type(encoding).forward is not Encoding.forward:
         return False
-    frequencies = encoding.frequencies_per_axis()  # by their values, as changes through `.data` leave no trace
-    return frequencies.dtype == rotation.frequencies.dtype and torch.equal(frequencies, rotation.frequencies)
+    frequencies, known = encoding.frequencies_per_axis(), rotation.frequencies
+    comparable = type(frequencies) in (Tensor, nn.Parameter) and frequencies.is_cpu and frequencies.dtype == known.dtype
+    return comparable and torch.equal(frequencies, known)  # by values, as changes through `.data` leave no trace
 
 
 def rotates_pairs(encoding: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from torchrope.encodings import Encoding
 from torchrope.inference import rotates_pairs, would_repeat
 from torchrope.integrations.own_rotation import halves
 from torchrope.lattice import Lattice
+from torchrope.ops.backends import is_plain
 from torchrope.positions import grid, prefix
 from torchrope.rotations import Rotation
 from torchrope.tensors import wide_positions
@@ -124,10 +125,9 @@ class Rotary(nn.Module):
         """Return the rotations of all layers, one if they share it; none if each layer must make its own."""
         if len(self.encodings) == 1:  # before layers that checkpointing may run again
             return [self.encodings[0](positions[0])]
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if torch.is_grad_enabled() or not is_plain(positions[0]):
             return []
-        made = self._made
-        if made and all(map(would_repeat, self.encodings, positions, *zip(*made, strict=True))):
+        if (made := self._made) and all(map(would_repeat, self.encodings, positions, *zip(*made, strict=True))):
             return [rotation for _, rotation in made]
         if not all(map(rotates_pairs, self.encodings)):
             return []
