@@ -101,8 +101,9 @@ def _again(
     try:
         rotated = _rotated(q, k, rotation, None, layout, scores_only)
     finally:
-        del native.RECORD.calls
-    repeat = _repeatable(*calls[0], (q, k, *rotated), rotation._tensors()) if len(calls) == 1 else None
+        vars(native.RECORD).pop("calls", None)  # a rotation that calls `rotate` may have removed it
+    one_call = len(calls) == 1 and type(rotation).rotate_vectors.__module__ == Rotation.__module__  # and nothing else
+    repeat = _repeatable(*calls[0], (q, k, *rotated), rotation._tensors()) if one_call else None
     object.__setattr__(rotation, "_repeated", (call, repeat or (lambda q, k: None)))
     return rotated
 

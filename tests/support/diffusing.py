@@ -12,6 +12,7 @@ import torchrope as tr
 
 Inputs = dict[str, Any]
 _SMALL = {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2}
+_FLUX = {**_SMALL, "num_layers": 1, "num_single_layers": 1, "joint_attention_dim": 8}
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -26,10 +27,7 @@ def _step() -> Tensor:
 def _flux(**settings: Any) -> Any:
     return models.FluxTransformer2DModel(
         **{
-            **_SMALL,
-            "num_layers": 1,
-            "num_single_layers": 1,
-            "joint_attention_dim": 8,
+            **_FLUX,
             "pooled_projection_dim": 8,
             "axes_dims_rope": (4, 4, 8),
             **settings,
@@ -52,10 +50,7 @@ def _flux_inputs(rows: int = 4, columns: int = 5) -> Inputs:
 def _flux2(**settings: Any) -> Any:
     return models.Flux2Transformer2DModel(
         **{
-            **_SMALL,
-            "num_layers": 1,
-            "num_single_layers": 1,
-            "joint_attention_dim": 8,
+            **_FLUX,
             "timestep_guidance_channels": 16,
             "axes_dims_rope": (4, 4, 4, 4),
             **settings,
