@@ -103,7 +103,7 @@ def is_plain(*tensors: Tensor) -> bool:
     for x in tensors:  # no comprehension, which takes longer as it is called
         if type(x) not in _PLAIN or not _has_storage(x):
             return False
-        if x.is_neg() or x._is_zerotensor():
+        if x.is_neg() or x._is_zerotensor() or x.is_nested:
             return False
     return True
 
