@@ -89,8 +89,8 @@ def _again(
     """Rotate as before, if all but the values is known; None for calls that differ, or that a mode has to see."""
     if not is_plain(q, k) or not q.is_cpu:
         return None
-    of_q, of_k = (q.shape, q.stride(), q.dtype), (k.shape, k.stride(), k.dtype)
-    call = of_q, of_k, layout, scores_only, current(), torch.get_num_threads()
+    rows = (q.shape, q.stride(), q.dtype), (k.shape, k.stride(), k.dtype)
+    call = rows, layout, scores_only, current(), torch.get_num_threads()
     if known != call:
         object.__setattr__(rotation, "_repeated", (call, None))
         return None
@@ -113,9 +113,10 @@ def _repeatable(kernel: str, packed: bytes, rows: Sequence[Tensor], tensors: Seq
     arguments, addresses = array("q", packed), [x.data_ptr() for x in rows]
     held = [(x, x.data_ptr(), x.shape) for x in tensors]
     known = {0, *addresses, *(address for _, address, _ in held)}
-    if {arguments.count(address) for address in addresses} != {1} or not native.addresses(kernel, packed) <= known:
+    read = {argument for kind, argument in zip(native.kinds(kernel), arguments, strict=True) if kind == "P"}
+    if {arguments.count(address) for address in addresses} != {1} or not read <= known:
         return None
-    of_q, of_k = [(x.shape, x.stride()) for x in rows[2:]]
+    q_sizes, k_sizes = [(x.shape, x.stride()) for x in rows[2:]]
     at_q, at_k, at_rotated_q, at_rotated_k = map(arguments.index, addresses)
     function = getattr(native.LIBRARY, kernel)
 
@@ -123,7 +124,7 @@ def _repeatable(kernel: str, packed: bytes, rows: Sequence[Tensor], tensors: Seq
         for x, address, shape in held:
             if x.data_ptr() != address or x.shape != shape:
                 return None
-        rotated_q, rotated_k = q.new_empty_strided(*of_q), k.new_empty_strided(*of_k)
+        rotated_q, rotated_k = q.new_empty_strided(*q_sizes), k.new_empty_strided(*k_sizes)
         changed = arguments[:]
         changed[at_q], changed[at_rotated_q] = q.data_ptr(), rotated_q.data_ptr()
         changed[at_k], changed[at_rotated_k] = k.data_ptr(), rotated_k.data_ptr()

@@ -180,8 +180,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 @pytest.mark.parametrize("change", CHANGES)
 def test_rotations_of_earlier_forwards_follow_whatever_changes(change: str) -> None:
-    model = vit()
-    x = torch.randn(2, 3, 64, 64)
+    model, x = vit(), torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         before = [model(x) for _ in range(4)]
         passed = {name: parameter.unsqueeze(0) for name, parameter in model.named_parameters()}

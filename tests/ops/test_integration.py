@@ -231,9 +231,10 @@ def test_modes_and_tracers_see_the_operators(encoding: str) -> None:
     (x, k), rotation = torch.randn(2, 1, 2, 9, 16), made(tr.grid(3, 3))
     for _ in range(4):  # from then on a call is repeated
         tr.rotate(x, k, rotation)
-    traced = make_fx(lambda y: tr.rotate(y, k, rotation))(x)
-    assert any(str(node.target).startswith("torchrope.rotate_") for node in traced.graph.nodes)
+    traced = make_fx(lambda y: (tr.rotate(y, k, rotation), tr.apply(y, rotation)))(x)
+    assert sum(str(node.target).startswith("torchrope.rotate_") for node in traced.graph.nodes) == 2
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        assert isinstance(tr.apply(fake.from_tensor(x), rotation), FakeTensor)
         assert isinstance(tr.rotate(fake.from_tensor(x), fake.from_tensor(k), rotation)[0], FakeTensor)
 
 

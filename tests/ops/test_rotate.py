@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from parity import under
+from torch import zeros
 
 import torchrope as tr
 from torchrope.rotating import apply
@@ -99,8 +100,11 @@ def test_positions_may_change_before_the_backward_pass(name: str, backend: str) 
         (dict(q=torch.zeros(1, 2, 9, 6)), "head_dim of q must be the rotation's 8, got 6"),
         (dict(k=torch.zeros(1, 2, 7, 8)), "k must have the rotation's 9 tokens, got 7"),
         (dict(q=torch.zeros(1, 3, 9, 8)), "heads of q must be a multiple of the heads of k, got 3 and 2"),
-        (dict(q=torch.zeros(1, 6, 9, 8), k=torch.zeros(1, 3, 9, 8)), "q or k must be the rotation's 2, got 6 and 3"),
-        (dict(k=torch.zeros(1, 1, 9, 8)), "k must be the rotation's 2, got 1; for grouped queries .* num_heads=1"),
+        (dict(q=zeros(1, 6, 9, 8), k=zeros(1, 3, 9, 8)), "heads of q or k must be the rotation's 2, got 6 and 3"),
+        (
+            dict(k=torch.zeros(1, 1, 9, 8)),
+            "heads of k must be the rotation's 2, got 1; for grouped queries build the encoding with num_heads=1",
+        ),
         (dict(q=[torch.zeros(2, 9, 8)]), "got a nested tensor"),
         (dict(q=torch.zeros(9, 8)), r"q must be floating point \(batch, heads, tokens, head_dim\)"),
         (dict(k=torch.zeros(1, 2, 9, 8, dtype=torch.long)), "k must be floating point"),
@@ -116,9 +120,8 @@ def test_bad_input_raises_one_line_errors(change: dict, message: str) -> None:
     good = dict(q=torch.zeros(1, 2, 9, 8), k=torch.zeros(1, 2, 9, 8), rotation=rotation())
     for _ in range(4):  # from then on calls are repeated
         tr.rotate(**good)
-    change = {name: torch.nested.nested_tensor(x) if isinstance(x, list) else x for name, x in change.items()}
     with pytest.raises(ValueError, match=message) as caught:
-        tr.rotate(**{**good, **change})
+        tr.rotate(**{n: torch.nested.nested_tensor(x) if type(x) is list else x for n, x in {**good, **change}.items()})
     assert "\n" not in str(caught.value)
 
 

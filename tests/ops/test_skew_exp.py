@@ -289,12 +289,11 @@ def test_tokens_that_share_a_direction_with_infinity_stay_finite() -> None:
     assert largest(near.mT @ near - torch.eye(16, dtype=torch.float64)) <= 32 * EPS
 
 
-@pytest.mark.usefixtures("threads")
-def test_directions_do_not_depend_on_the_number_of_threads() -> None:
+def test_directions_do_not_depend_on_the_number_of_threads(threads: int) -> None:
     generators = skew_matrices(2, 16).view(2, 1, 1, 16, 16).requires_grad_()
     positions = torch.cat([*directions(2).values()])
     results = []
-    for count in (1, 2, 3):
+    for count in (threads, 1, 2, 3):
         torch.set_num_threads(count)
         table, tangent = OPS.exp_generators(positions, generators)
         (gradient,) = torch.autograd.grad(tangent, generators, torch.ones_like(tangent))

@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import re
 import shutil
 import struct
 import subprocess
@@ -72,9 +71,8 @@ def _find_memory(name: str, arguments: bytes) -> tuple[list[tuple[int, int]], li
     known = sorted(_memory_of_tensors())
     used: list[tuple[int, int]] = []
     pointers = []
-    structure = native.STRUCTS[name]
-    kinds = "".join(kind * int(count or 1) for count, kind in re.findall(r"(\d*)([qdP])", structure.format))
-    for index, (kind, address) in enumerate(zip(kinds, structure.unpack(arguments), strict=True)):
+    values = native.STRUCTS[name].unpack(arguments)
+    for index, (kind, address) in enumerate(zip(native.kinds(name), values, strict=True)):
         if kind != "P" or not address:
             continue
         piece = known[bisect_right(known, (address, 1 << 62)) - 1]

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from torchrope.ops import native, record
 from torchrope.tensors import in_forward_mode, private
@@ -95,7 +94,7 @@ def runs_on_gpu(like: Tensor) -> bool:
 
 def is_plain(*tensors: Tensor) -> bool:
     """Return whether tensors hold their values, and no mode, transform, tracer or subclass has to see operators."""
-    if torch.compiler.is_compiling() or None in _OBSERVERS or getattr(forward_ad, "_current_level", -1) >= 0:
+    if torch.compiler.is_compiling() or None in _OBSERVERS or in_forward_mode():
         return False
     for observer in _OBSERVERS:
         if observer():

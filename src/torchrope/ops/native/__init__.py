@@ -36,10 +36,9 @@ _CAPABILITY = {"AVX512": ("avx512", "avx2", "generic"), "AVX2": ("avx2", "generi
 _OTHER_LAYOUT = 2
 
 
-def addresses(kernel: str, arguments: bytes) -> set[int]:
-    """Return the addresses among the arguments of a kernel."""
-    kinds = re.sub(r"(\d+)(.)", lambda part: int(part[1]) * part[2], STRUCTS[kernel].format)
-    return {value for kind, value in zip(kinds, STRUCTS[kernel].unpack(arguments), strict=True) if kind == "P"}
+def kinds(kernel: str) -> str:
+    """Return the kind of each argument of a kernel, q or P."""
+    return re.sub(r"(\d+)(.)", lambda part: int(part[1]) * part[2], STRUCTS[kernel].format)
 
 
 def load(path: str) -> ctypes.CDLL:
