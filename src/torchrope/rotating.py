@@ -55,12 +55,20 @@ def rotate(
     """
     repeats = key_rotation is None and not torch.compiler.is_compiling() and not torch.is_grad_enabled()
     known = getattr(rotation, "_repeated", None) if repeats else None
-    rotated = None if known is None else _again(q, k, rotation, layout, scores_only, *known)
-    if rotated is None:
+    if known is None:
         rotated = _rotated(q, k, rotation, key_rotation, layout, scores_only)
-        if repeats and known is None:  # most rotations are used once
+        if repeats:  # most rotations are used once
             object.__setattr__(rotation, "_repeated", (None, None))
-    return rotated
+        return rotated
+    again = None
+    if is_plain(q, k) and q.is_cpu and k.is_cpu:  # other tensors, and modes that have to see operators, need all
+        rows = q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype
+        call, repeat = (rows, layout, scores_only, current(), torch.get_num_threads()), known[1]
+        if known[0] != call:
+            object.__setattr__(rotation, "_repeated", (call, None))
+        else:
+            again = _recorded(q, k, rotation, call) if repeat is None else repeat(q, k)
+    return _rotated(q, k, rotation, None, layout, scores_only) if again is None else again
 
 
 def _rotated(
@@ -83,23 +91,12 @@ def _rotated(
     return in_layout(rotated_q, layout).to(q.dtype), in_layout(rotated_k, layout).to(k.dtype)
 
 
-def _again(
-    q: Tensor, k: Tensor, rotation: Rotation, layout: str, scores_only: bool, known: Any, repeat: Any
-) -> tuple[Tensor, Tensor] | None:
-    """Rotate as before, if all but the values is known; None for calls that differ, or that a mode has to see."""
-    if not is_plain(q, k) or not q.is_cpu:
-        return None
-    rows = (q.shape, q.stride(), q.dtype), (k.shape, k.stride(), k.dtype)
-    call = rows, layout, scores_only, current(), torch.get_num_threads()
-    if known != call:
-        object.__setattr__(rotation, "_repeated", (call, None))
-        return None
-    if repeat is not None:
-        return repeat(q, k)
+def _recorded(q: Tensor, k: Tensor, rotation: Rotation, call: Any) -> tuple[Tensor, Tensor]:
+    """Rotate, and keep what repeats this call, which is described by all but the values."""
     calls: list[tuple[str, bytes]] = []
     native.RECORD.calls = calls
     try:
-        rotated = _rotated(q, k, rotation, None, layout, scores_only)
+        rotated = _rotated(q, k, rotation, None, *call[1:3])
     finally:
         vars(native.RECORD).pop("calls", None)  # a rotation that calls `rotate` may have removed it
     one_call = len(calls) == 1 and type(rotation).rotate_vectors.__module__ == Rotation.__module__  # and nothing else

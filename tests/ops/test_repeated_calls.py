@@ -79,6 +79,8 @@ def test_calls_that_differ_in_anything_are_not_repeated(name: str) -> None:
         q, k = CHANGES.get(change, lambda *both: both)(*packed())
         with tr.backend("reference" if change == "backend" else "auto"):
             assert_as_new(rotation, q, k, scores_only=change == "scores alone")
+    with pytest.raises(ValueError, match="k and its rotation must be on one device, got meta and cpu"):
+        tr.rotate(q, torch.empty_strided(k.shape, k.stride(), device="meta"), rotation, scores_only=True)
 
 
 @torch.no_grad()

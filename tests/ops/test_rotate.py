@@ -16,9 +16,8 @@ def rotation(heads: int = 2, tokens: int = 9, head_dim: int = 8) -> tr.Rotation:
 
 
 def test_planar_rotates_pairs_counter_clockwise() -> None:
-    quarter = tr.rotations.Planar(
-        positions=torch.full((1, 1), math.pi / 2), frequencies=torch.ones(1, 1, 1), head_dim=2
-    )
+    positions, frequencies = torch.full((1, 1), math.pi / 2), torch.ones(1, 1, 1)
+    quarter = tr.rotations.Planar(positions=positions, frequencies=frequencies, head_dim=2)
     turned, _ = tr.rotate(torch.tensor([[[1.0, 0.0]]]), torch.zeros(1, 1, 2), quarter)
     assert torch.allclose(turned, torch.tensor([[[0.0, 1.0]]]), atol=1e-6)
 
@@ -44,8 +43,7 @@ def test_grouped_queries_rotate_as_their_key_head(family: type[tr.Encoding]) -> 
 def test_heads_that_share_a_rotation_serve_any_group(encoding: tr.Encoding) -> None:
     turn = encoding(tr.grid(3, 3))
     q, k = torch.randn(2, 6, 9, 8), torch.randn(2, 2, 9, 8)
-    turned_q, turned_k = tr.rotate(q, k, turn)
-    dense = turn.matrix()
+    (turned_q, turned_k), dense = tr.rotate(q, k, turn), turn.matrix()
     assert dense.shape == (6, 9, 8, 8)
     for turned, x in ((turned_q, q), (turned_k, k)):
         assert torch.allclose(turned, (dense[0] @ x.unsqueeze(-1)).squeeze(-1), atol=1e-5)

@@ -79,9 +79,9 @@ class ForwardState:
     @property
     def running(self) -> Running:
         """The forward that runs in this thread."""
-        if not hasattr(self._threads, "running"):  # no subclass of local, of which a graph break loses attributes
-            self._threads.running = Running()
-        running: Running = self._threads.running
+        running: Running | None = getattr(self._threads, "running", None)
+        if running is None:  # no subclass of local, of which a graph break loses attributes
+            running = self._threads.running = Running()
         return running
 
     def enter(self, tower: nn.Module, args: Any) -> None:

@@ -78,7 +78,7 @@ class SwappedLayer:
         if heads != self.num_heads and heads < rotation.heads:
             held = slice(heads) if rotation.shape[-2] == 1 else self._heads_of_rank(heads, rotation.heads)
             rotation = rotation[..., held, :]
-        rotation, orders = self._in_order(rotation, q.device)
+        rotation, orders = (rotation, None) if self._in_own_order else self._in_order(rotation, q.device)
         if orders is None:
             return rotate(q, k, rotation, layout=layout, scores_only=self.scores_only)
         order, back = orders
@@ -88,7 +88,7 @@ class SwappedLayer:
 
     def after_norm(self, norm: Any, of_text: bool, layout: str, x: Tensor) -> Tensor:
         """Forward of a norm of q or k, then the rotation of its output, also if that is (batch, tokens, channels)."""
-        x = type(norm).forward(norm, x)
+        x = x if type(norm) is nn.Identity else type(norm).forward(norm, x)
         if isinstance(self.intercepted_forward, Rebound) and self.module.fused_attn:
             return x  # q and k are rotated together, in the call of scaled_dot_product_attention
         running = self.state.running
@@ -184,7 +184,7 @@ class _StandIn:
     replaced: Any = None  # set by Rebound
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "replaced": None}
+        return {name: value for name, value in vars(self).items() if name != "replaced"}  # may be set before
 
 
 class _Functional(_StandIn):

@@ -1,6 +1,7 @@
 """`Rebound`: a method of another library's object in which global names refer to something else."""
 
 import inspect
+from operator import is_not
 from types import FunctionType
 from typing import Any
 
@@ -21,10 +22,11 @@ class Rebound:
         self._original = undecorated(owner, method)
         self._function = with_globals(self._original, stand_ins)
         self._names = names_in(owner, method)
+        self._module = self._original.__globals__
         self._follow()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and any(map(is_not, map(self._module.get, self._names), self._known)):
             self._follow()
         return self._function(self.owner, *args, **kwargs)
 
@@ -34,9 +36,8 @@ class Rebound:
 
     def _follow(self) -> None:
         """Take over what names refer to in the method's module now."""
-        names, module = self._function.__globals__, self._original.__globals__
-        for name in self._names:
-            now = module.get(name)
+        names, self._known = self._function.__globals__, [self._module.get(name) for name in self._names]
+        for name, now in zip(self._names, self._known, strict=True):
             if name in self.stand_ins:
                 self.stand_ins[name].replaced = now
             elif names.get(name) is not now:
@@ -60,9 +61,8 @@ def undecorated(owner: Any, method: str = "forward") -> FunctionType:
 def names_in(owner: Any, method: str = "forward") -> list[str]:
     """Return the global names that a method of an object's class uses; none if it is no function."""
     function = inspect.unwrap(getattr(type(owner), method))
-    if not isinstance(function, FunctionType):
-        return []
-    return [name for name in function.__code__.co_names if name in function.__globals__]
+    names = function.__code__.co_names if isinstance(function, FunctionType) else ()
+    return [name for name in names if name in function.__globals__]
 
 
 def with_globals(function: FunctionType, values: dict[str, Any]) -> FunctionType:

@@ -25,7 +25,7 @@ _KERNEL_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _PLAIN = (Tensor, nn.Parameter)
 _interpreters = private("_C._functorch.get_interpreter_stack")
 _OBSERVERS = [private(f"_C.{name}") for name in ("_len_torch_dispatch_stack", "_len_torch_function_stack")]
-_OBSERVERS += [_interpreters, private("_C._get_tracing_state")]
+_OBSERVERS = [each or (lambda: True) for each in (*_OBSERVERS, _interpreters, private("_C._get_tracing_state"))]
 _has_storage = private("_C._has_storage") or (lambda x: False)  # gradients of is_grads_batched have none
 
 
@@ -94,7 +94,7 @@ def runs_on_gpu(like: Tensor) -> bool:
 
 def is_plain(*tensors: Tensor) -> bool:
     """Return whether tensors hold their values, and no mode, transform, tracer or subclass has to see operators."""
-    if torch.compiler.is_compiling() or None in _OBSERVERS or in_forward_mode():
+    if torch.compiler.is_compiling() or in_forward_mode():
         return False
     for observer in _OBSERVERS:
         if observer():

@@ -44,7 +44,8 @@ typedef struct {
     float *turned;                  /* blocks of eight: sums of p_a moment and s moment / 2, (axes + 1, planes) */
     float *gaps;                    /* blocks of eight not separated: 1 / (w_j + w_k) and 1 / (w_j - w_k) */
     double *scale;                  /* s of every block */
-    double *along, *rates;          /* of the head: coefficients (axes, blocks), half frequencies (axes, planes) */
+    double *along, *rates;          /* of the head: coefficients (axes, blocks), half frequencies (axes, planes), padded */
+    double fastest;                 /* the largest half frequency of the head */
     int64_t *returns;               /* per block: whether the left U is applied; always for a block that never rotates */
     int64_t *separated;                /* blocks of eight: whether the frequencies of a block are well separated */
     int64_t row, width, planes;     /* planes: floats between tokens */
@@ -67,7 +68,7 @@ static Workspace lay_out(const Basis *p, Arena *arena) {
     w.sums = take(arena, 4 * 2 * planes * b);
     w.scale = take(arena, 8 * tokens * p->blocks);
     w.along = take(arena, 8 * p->axes * p->blocks);
-    w.rates = take(arena, 8 * p->axes * planes);
+    w.rates = take(arena, 8 * p->axes * round_up(planes, VW));
     w.returns = take(arena, 8 * p->blocks);
     w.separated = take(arena, 8 * p->blocks);
     return w;
@@ -82,16 +83,20 @@ static int64_t floats_of_head(const Basis *p) { return 2 * p->blocks * p->b * pa
 
 static void start_head(const Job *job, int64_t head, Workspace *w) {
     const Basis *p = job->p;
-    int64_t pairs = p->b / 2;
+    int64_t pairs = p->b / 2, stride = round_up(p->blocks * pairs, VW);
     const float *angular = p->angular + head * p->blocks * pairs;
+    memset(w->rates, 0, 8 * p->axes * stride);
+    w->fastest = 0;
     w->inner = job->matrices + head * floats_of_head(p);
     w->outer = w->inner + floats_of_head(p) / 2;
     for (int64_t axis = 0; axis < p->axes; axis++)
         for (int64_t block = 0; block < p->blocks; block++) {
             double along = p->coefficients[(axis * p->heads + head) * p->blocks + block];
             w->along[axis * p->blocks + block] = along;
-            for (int64_t i = block * pairs; i < (block + 1) * pairs; i++)
-                w->rates[axis * p->blocks * pairs + i] = 0.5 * along * (double)angular[i];
+            for (int64_t i = block * pairs; i < (block + 1) * pairs; i++) {
+                double rate = w->rates[axis * stride + i] = 0.5 * along * (double)angular[i];
+                w->fastest = fmax(w->fastest, fabs(rate));
+            }
         }
     for (int64_t block = 0; block < p->blocks; block++) {
         int along = 0, around = 0;
@@ -101,29 +106,30 @@ static void start_head(const Job *job, int64_t head, Workspace *w) {
     }
 }
 
-/* cos and sin of half the angles; cos - 1 and sin of the angles follow by doubling. */
+/* cos and sin of half the angles; cos - 1 and sin of the angles follow by doubling. Each has room for a vector more. */
 INLINE void find_rotation(int64_t b, const Basis *p, int64_t set, int64_t token, Workspace w) {
-    int64_t pairs = b / 2, count = p->blocks * pairs;
+    int64_t count = p->blocks * (b / 2), stride = round_up(count, VW);
     const float *position = p->positions + (set * p->tokens + token) * p->axes;
-    double angle[64];
-    for (int64_t block = 0; block < p->blocks; block++) w.scale[block] = 0;
-    for (int64_t axis = 0; axis < p->axes; axis++)
-        for (int64_t block = 0; block < p->blocks; block++)
-            w.scale[block] += (double)position[axis] * w.along[axis * p->blocks + block];
-    for (int64_t start = 0; start < count; start += 64) {
-        int64_t n = least(64, count - start), padded_n = round_up(n, 8), far = 0;
-        for (int64_t i = 0; i < padded_n; i++) angle[i] = 0;
+    double distance = 0;
+    for (int64_t axis = 0; axis < p->axes; axis++) distance += fabs((double)position[axis]);
+    for (int64_t block = 0; p->d_base && block < p->blocks; block++) {
+        w.scale[block] = 0;
         for (int64_t axis = 0; axis < p->axes; axis++)
-            for (int64_t i = 0; i < n; i++) angle[i] += (double)position[axis] * w.rates[axis * count + start + i];
-        for (int64_t i = 0; i < n; i++) far += !(fabs(angle[i]) <= FARTHEST_ANGLE);
-        if (far)
-            cos_sin_far(angle, w.half_cosine + start, w.half_sine + start, n);
-        else
-            cos_sin(angle, w.half_cosine + start, w.half_sine + start, padded_n);
+            w.scale[block] += (double)position[axis] * w.along[axis * p->blocks + block];
     }
-    for (int64_t i = 0; i < count; i++) {
-        w.less[i] = -2 * w.half_sine[i] * w.half_sine[i];
-        w.sine[i] = 2 * w.half_sine[i] * w.half_cosine[i];
+    for (int64_t i = 0; i < count; i += VW) {
+        vd angle[2] = {{0}, {0}};
+        vf cosine, sine;
+        for (int64_t axis = 0; axis < p->axes; axis++) {
+            angle[0] += (double)position[axis] * *(const vd *)(w.rates + axis * stride + i);
+            angle[1] += (double)position[axis] * *(const vd *)(w.rates + axis * stride + i + VW / 2);
+        }
+        if (distance * w.fastest <= FARTHEST_ANGLE)
+            cos_sin_lanes(angle[0], angle[1], &cosine, &sine);
+        else
+            cos_sin_far((const double *)angle, (float *)&cosine, (float *)&sine, VW);
+        *(vf *)(w.half_cosine + i) = cosine, *(vf *)(w.half_sine + i) = sine;
+        *(vf *)(w.less + i) = -2 * sine * sine, *(vf *)(w.sine + i) = 2 * sine * cosine;
     }
 }
 

@@ -336,19 +336,10 @@ INLINE void cos_sin_lanes(vd low, vd high, vf *cosine, vf *sine) {
     *sine = (vf)((vi)s ^ swapped ^ ((quadrant & 2) << 30));
 }
 
-/* cos and sin of n angles up to FARTHEST_ANGLE, n a multiple of 8. */
+/* cos and sin of n angles up to FARTHEST_ANGLE, n a multiple of VW. */
 INLINE void cos_sin(const double *angle, float *cosine, float *sine, int64_t n) {
-    int64_t i = 0;
-    for (; i + VW <= n; i += VW)
+    for (int64_t i = 0; i < n; i += VW)
         cos_sin_lanes(*(const vd *)(angle + i), *(const vd *)(angle + i + VW / 2), (vf *)(cosine + i), (vf *)(sine + i));
-    if (i < n) {
-        double last[VW] = {0};
-        vf c, s;
-        memcpy(last, angle + i, 8 * (n - i));
-        cos_sin_lanes(*(const vd *)last, *(const vd *)(last + VW / 2), &c, &s);
-        memcpy(cosine + i, &c, 4 * (n - i));
-        memcpy(sine + i, &s, 4 * (n - i));
-    }
 }
 
 /* cos and sin of any angles; the default NaN for infinity and NaN. */
