@@ -18,7 +18,7 @@ from torchrope.models.layers import axes_of, choice_of
 from torchrope.ops.backends import is_exporting, takes_kernels
 from torchrope.ops.layouts import heads_first
 from torchrope.rotating import apply
-from torchrope.rotations import Block, Commuting, Planar, Rotation
+from torchrope.rotations import Block, Commuting, Planar, Rotation, equal
 from torchrope.tensors import Float32Module, as_numbers, block_diagonal, can_read, require_module, shown, wide_dtype
 
 
@@ -256,6 +256,14 @@ def _frozen(encoding: Encoding, positions: Tensor, rotation: Rotation) -> Frozen
     return Frozen(built_as(encoding), type(constant), settings, copies)
 
 
+def repeatable(encoding: Any, positions: Tensor) -> Rotation:
+    """Return the rotation of an encoding that `rotates_pairs`; it reads the frequencies in place, if they are so."""
+    rotation: Rotation = encoding(positions)
+    in_place = type(rotation) is Planar and not isinstance(encoding, Frozen)
+    in_place = in_place and equal(encoding.frequencies_per_axis(), rotation.frequencies)
+    return rotation._with(frequencies=encoding.frequencies_per_axis()) if in_place else rotation
+
+
 def would_repeat(encoding: Any, positions: Tensor, before: Tensor, rotation: Rotation) -> bool:
     """Return whether an encoding would return a rotation of pairs, or a frozen one, that it made before."""
     if positions is not before or encoding._forward_hooks or encoding._forward_pre_hooks:
@@ -264,9 +272,8 @@ def would_repeat(encoding: Any, positions: Tensor, before: Tensor, rotation: Rot
         return encoding.rotation() is rotation
     if type(rotation) is not Planar or type(encoding).forward is not Encoding.forward:
         return False
-    frequencies, known = encoding.frequencies_per_axis(), rotation.frequencies
-    comparable = type(frequencies) in (Tensor, nn.Parameter) and frequencies.is_cpu and frequencies.dtype == known.dtype
-    return comparable and torch.equal(frequencies, known)  # by values, as changes through `.data` leave no trace
+    frequencies = encoding.frequencies_per_axis()  # compared by values, as changes through `.data` leave no trace
+    return frequencies.dtype == rotation.positions.dtype and equal(frequencies, rotation.frequencies)
 
 
 def rotates_pairs(encoding: nn.Module) -> bool:

@@ -469,7 +469,7 @@ class Commuting(ByPositions):
         of_q = dispatch.basis_kernel(x.only_q(), self.positions, self.factors, self.base)
         of_k = dispatch.basis_kernel(x.only_k(), other.positions, other.factors, other.base)
         return (of_q is None) == (of_k is None) and all(
-            _equal(getattr(self, name), getattr(other, name)) for name in names
+            equal(getattr(self, name), getattr(other, name)) for name in names
         )
 
     @property
@@ -525,7 +525,7 @@ class PlanarInBasis(ByPositions):
             return False
         # Two learned bases with equal values must both be applied, to get both gradients.
         learned = self.basis.requires_grad or other.basis.requires_grad
-        return self.basis is other.basis or (not learned and _equal(self.basis, other.basis))
+        return self.basis is other.basis or (not learned and equal(self.basis, other.basis))
 
     rotary_dim = Planar.rotary_dim
 
@@ -605,9 +605,9 @@ class Block(Rotation):
         return self._with(table=self.table.mT, _tangent=None)
 
 
-def _equal(x: Tensor, y: Tensor) -> bool:
-    """Return whether two tensors are the same object, or have equal values if these can be read."""
-    return x is y or (can_read(x) and can_read(y) and torch.equal(x, y))
+def equal(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors are the same object, or have one dtype and equal values, if these can be read."""
+    return x is y or (x.dtype == y.dtype and can_read(x) and can_read(y) and torch.equal(x, y))
 
 
 def _hint_of_tokens(x: Tensor, expected: int) -> str:

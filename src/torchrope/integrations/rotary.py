@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from torchrope.encodings import Encoding
-from torchrope.inference import rotates_pairs, would_repeat
+from torchrope.inference import repeatable, rotates_pairs, would_repeat
 from torchrope.integrations.own_rotation import halves
 from torchrope.lattice import Lattice
 from torchrope.ops.backends import is_plain
@@ -132,7 +132,7 @@ class Rotary(nn.Module):
         if not all(map(rotates_pairs, self.encodings)):
             return []
         # Between layers, where caches hold other code, an encoding takes much longer.
-        rotations = [encoding(each) for encoding, each in zip(self.encodings, positions, strict=True)]
+        rotations = list(map(repeatable, self.encodings, positions))
         self._made = list(zip(positions, rotations, strict=True)) if positions[0].ndim == 2 else []
         return rotations
 
