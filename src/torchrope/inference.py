@@ -256,9 +256,9 @@ def _frozen(encoding: Encoding, positions: Tensor, rotation: Rotation) -> Frozen
     return Frozen(built_as(encoding), type(constant), settings, copies)
 
 
-def repeatable(encoding: Any, positions: Tensor) -> Rotation:
+def repeatable(encoding: Any, positions: Tensor) -> Any:
     """Return the rotation of an encoding that `rotates_pairs`; it reads the frequencies in place, if they are so."""
-    rotation: Rotation = encoding(positions)
+    rotation = encoding(positions)
     in_place = type(rotation) is Planar and not isinstance(encoding, Frozen)
     in_place = in_place and equal(encoding.frequencies_per_axis(), rotation.frequencies)
     return rotation._with(frequencies=encoding.frequencies_per_axis()) if in_place else rotation
