@@ -1,9 +1,9 @@
 """Time swapped models relative to the same model without an encoding:  python benchmarks/inference.py
 
-A ViT-Ti of timm at batch 1 (swapped, and frozen with its encodings), torchrope's ViT of that size, a Llama of 30 layers
-that generates a token with a cache, and a training step of a ViT-S. The models of a row take turns in one process;
-ratios are those of each round. "copied" is the model with q and k of each layer copied: no rotation that writes both
-can cost less. Writes benchmarks/results/inference.json. Run it on an idle machine.
+A ViT-Ti of timm at batch 1 (swapped, and frozen), torchrope's ViT of that size, a Llama of 30 layers that generates a
+token with a cache, a training step of a ViT-S. Models take turns of five forwards, as a model in use has the caches to
+itself; ratios are those of each round. "copied" is the model with q and k of each layer copied: no rotation that writes
+both can cost less. Writes benchmarks/results/inference.json. Run it on an idle machine.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import transformers
 
 import torchrope as tr
 from torchrope.files import write_whole
-from torchrope_lab.training.timing import interleaved_seconds, ratio
+from torchrope_lab.training.timing import interleaved, ratio, seconds_per_call
 
 TARGET = Path(__file__).parent / "results" / "inference.json"
 IMAGE = (3, 224, 224)
@@ -46,8 +46,7 @@ def images() -> dict[str, Callable[[], object]]:
     """A forward of one image in a ViT-Ti."""
     plain = timm.create_model("vit_tiny_patch16_224", num_classes=10).eval()
     models = {"plain": plain, "copied": copied(plain), "mixed": swapped(plain, "mixed")}
-    for name in ("mixed", "comrope-ap:8", "liere:8"):
-        models[f"{name}, frozen"] = swapped(plain, name, frozen=True)
+    models |= {f"{name}, frozen": swapped(plain, name, frozen=True) for name in ("mixed", "comrope-ap:8", "liere:8")}
     return {name: partial(model, torch.randn(1, *IMAGE)) for name, model in models.items()}
 
 
@@ -91,21 +90,22 @@ def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=60, help="of forwards; training steps take a third")
+    parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--out", type=Path, default=TARGET)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    rows = []
+    measured: dict[str, Any] = {"threads": given.threads, "rounds": given.rounds, "rows": []}
     titles = ("ViT-Ti, one image", "torchrope's ViT-Ti", "Llama, one token", "ViT-S, training step")
     for build, title in zip((images, built, tokens, steps), titles, strict=True):
         with torch.set_grad_enabled(build is steps):
-            times = interleaved_seconds(build(), rounds=given.rounds // (3 if build is steps else 1), device="cpu")
+            turns = {n: partial(seconds_per_call, f, 1 if build is steps else 5, "cpu") for n, f in build().items()}
+            times = interleaved(turns, given.rounds)
         for name, own in times.items():
             cost, ms = ratio(own, next(iter(times.values()))), 1e3 * median(own)
-            rows.append({"model": title, "encoding": name, "ms": ms, "ratio": [cost.low, cost.median, cost.high]})
+            quartiles = [cost.low, cost.median, cost.high]
+            measured["rows"].append({"model": title, "encoding": name, "ms": ms, "ratio": quartiles})
             shown = f"{ms:>8.2f} ms  {cost.median:.3f} ({cost.low:.3f} to {cost.high:.3f})"
             print(f"{title:<22}{name:<22}{shown}", flush=True)
-    measured = {"threads": given.threads, "rounds": given.rounds, "rows": rows}
     write_whole(given.out, json.dumps(measured, indent=1) + "\n")
 
 

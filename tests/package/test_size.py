@@ -11,7 +11,7 @@ CODE = {".py", ".c", ".h", ".js", ".css", ".html", ".yaml", ".svg"}
 
 LINES = {
     "src/torchrope": 21737,
-    "src/torchrope/ops": 6551,
+    "src/torchrope/ops": 6546,
     "src/torchrope/integrations src/torchrope/checkpoints": 5968,
     "lab/src": 23465,
     "tests": 23787,
